@@ -1,8 +1,6 @@
 #include <gradus/plane/op/op_plane.h>
 
-#include <algorithm>
-#include <atomic>
-#include <thread>
+#include <iterator>
 #include <utility>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,56 +11,20 @@
 #include <torch/library.h>
 
 #include <gradus/base/error.h>
+#include <gradus/plane/op/internal/thread_stack.h>
 
 namespace gradus::plane::op {
 
-namespace internal {
-
-struct Entry {
-  Order order;
-  std::shared_ptr<Handler> handler;
-  std::thread::id owner = std::this_thread::get_id();
-  std::atomic<bool> active{true};
-};
-
-// A thread's handlers, outermost first. Immutable: every push makes a new one, so that a backward pass on
-// another thread keeps the one it started with. Kept as DebugInfo because LibTorch carries that, unlike
-// thread_local variables, to the engine's pool threads (re-entrant backward deeper than 60).
-struct Stack final : c10::DebugInfoBase {
-  std::vector<std::shared_ptr<Entry>> entries;
-  std::shared_ptr<Entry> own;  // the entry whose push made this stack; null for a handler's inner stack
-
-  bool any_active() const {
-    return std::any_of(entries.begin(), entries.end(), [](const auto& e) { return e->active.load(); });
-  }
-
-  // Position of the first active handler from `position` on, or entries.size().
-  std::size_t next(std::size_t position) const {
-    while (position < entries.size() && !entries[position]->active.load(std::memory_order_relaxed)) ++position;
-    return position;
-  }
-
-  static void run(const c10::OperatorHandle& op, const c10::DispatchKeySet& keys, std::vector<c10::IValue>& values,
-                  const Stack& stack, std::size_t position, bool whole, bool modified);
-  static void kernel(const c10::OperatorHandle& op, const c10::DispatchKeySet& keys,
-                     std::vector<c10::IValue>& values, bool whole, bool modified);
-};
-
-}  // namespace internal
-
 namespace {
 
-using internal::Entry;
-using internal::Stack;
+using Stack = plane::internal::ThreadStack<Handler, Order>;
 
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 constexpr std::string_view kKindName = "GRADUS_OP_PLANE";
 const c10::DebugInfoKind kKind(&kKindName);
 
-// The operator whose next arrival is let through to its kernel (see Stack::kernel).
+// The operator whose next arrival is let through to its kernel (see Route::kernel).
 thread_local const c10::OperatorHandle* let_through = nullptr;
-
-Stack* current() { return static_cast<Stack*>(c10::ThreadLocalDebugInfo::get(kKind)); }
 
 class KeyExclusion {
  public:
@@ -85,14 +47,68 @@ c10::DispatchKeySet after_plane(c10::DispatchKeySet keys) {
   return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
 }
 
+}  // namespace
+
+namespace internal {
+
+struct Entry {
+  std::shared_ptr<Stack::Entry> entry;
+};
+
+// One operator call and what lies before it. Lives on the stack of the dispatch.
+class Route {
+ public:
+  Route(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>& values, const Stack& stack)
+      : op(op), keys(keys), values(values), base(values.size() - op.schema().arguments().size()), stack(stack) {}
+
+  void run(std::size_t position) {
+    position = stack.next(position);
+    if (position == stack.entries.size()) {
+      kernel();
+      return;
+    }
+    // The local handle keeps the handler alive should its guard end on another thread meanwhile.
+    const std::shared_ptr<Handler> handler = stack.entries[position]->handler;
+    const KeyExclusion excluded(true);  // what a handler calls goes straight to its kernel
+    Call call(*this, position);
+    handler->call(call);
+    GRADUS_INTERNAL_CHECK("op_plane", call.made_, "a handler neither made nor replaced the call of ",
+                          op.schema().name());
+  }
+
+  const c10::OperatorHandle& op;
+  const c10::DispatchKeySet keys;
+  std::vector<c10::IValue>& values;
+  const std::size_t base;  // index in values of the first argument, later of the first result
+  const Stack& stack;
+  bool whole = false;
+  bool modified = false;
+
+ private:
+  void kernel() {
+    const KeyExclusion excluded(whole);
+    if (!modified) {
+      op.redispatchBoxed(after_plane(keys), &values);
+      return;
+    }
+    // Other arguments may want another kernel: dispatch from the start, past the plane.
+    if (!whole) let_through = &op;
+    op.callBoxed(&values);
+  }
+};
+
+}  // namespace internal
+
+namespace {
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* values) {
   const c10::OperatorHandle* const passing = std::exchange(let_through, nullptr);
-  const Stack* const stack = current();
+  const Stack* const stack = Stack::current(kKind);
   if (stack == nullptr || (passing != nullptr && *passing == op)) {
     op.redispatchBoxed(after_plane(keys), values);
     return;
   }
-  Stack::run(op, keys, *values, *stack, 0, /*whole=*/false, /*modified=*/false);
+  internal::Route(op, keys, *values, *stack).run(0);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
@@ -107,53 +123,27 @@ void include_key(bool included) {
 
 }  // namespace
 
-void Stack::run(const c10::OperatorHandle& op, const c10::DispatchKeySet& keys, std::vector<c10::IValue>& values,
-                const Stack& stack, std::size_t position, bool whole, bool modified) {
-  position = stack.next(position);
-  if (position == stack.entries.size()) {
-    kernel(op, keys, values, whole, modified);
-    return;
-  }
-  // The local handle keeps the handler alive should its guard end on another thread meanwhile.
-  const std::shared_ptr<Handler> handler = stack.entries[position]->handler;
-  const KeyExclusion excluded(true);  // what a handler calls goes straight to its kernel
-  Call call(op, keys, values, values.size() - op.schema().arguments().size(), stack, position, whole, modified);
-  handler->call(call);
-  GRADUS_INTERNAL_CHECK("op_plane", call.made_, "a handler neither made nor replaced the call of ",
-                        op.schema().name());
-}
+const c10::FunctionSchema& Call::schema() const { return route_->op.schema(); }
 
-void Stack::kernel(const c10::OperatorHandle& op, const c10::DispatchKeySet& keys,
-                   std::vector<c10::IValue>& values, bool whole, bool modified) {
-  const KeyExclusion excluded(whole);
-  if (!modified) {
-    op.redispatchBoxed(after_plane(keys), &values);
-    return;
-  }
-  // Other arguments may want another kernel: dispatch from the start, past the plane.
-  if (!whole) let_through = &op;
-  op.callBoxed(&values);
-}
+const c10::OperatorHandle& Call::op() const { return route_->op; }
 
-const c10::FunctionSchema& Call::schema() const { return op_->schema(); }
-
-std::string_view Call::name() const { return op_->schema().name(); }
+std::string_view Call::name() const { return schema().name(); }
 
 Frame Call::frame() const {
   static const c10::DispatchKeySet autocast = c10::autocast_dispatch_keyset;
-  if (after_plane(*keys_).has_any(autocast)) return Frame::autocast;
+  if (after_plane(route_->keys).has_any(autocast)) return Frame::autocast;
   if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality)) {
     return Frame::below_autograd;
   }
   // The dispatcher prefers an implicit composite to an Autograd kernel (matmul has both, the latter for
   // nested tensors) unless the backend has a kernel of its own.
-  if (op_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
-    const auto component = keys_->highestBackendKey();
+  if (route_->op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    const auto component = route_->keys.highestBackendKey();
     const auto backend = c10::toRuntimePerBackendFunctionalityKey(
         c10::DispatchKey::Dense,
         component == c10::BackendComponent::InvalidBit ? c10::BackendComponent::CPUBit : component);
-    if (!op_->hasKernelForDispatchKey(backend) &&
-        !op_->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) {
+    if (!route_->op.hasKernelForDispatchKey(backend) &&
+        !route_->op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) {
       return Frame::composite;
     }
   }
@@ -162,30 +152,31 @@ Frame Call::frame() const {
 
 c10::ArrayRef<c10::IValue> Call::arguments() const {
   if (made_) return {};
-  return c10::ArrayRef<c10::IValue>(values_->data() + base_, values_->size() - base_);
+  return c10::ArrayRef<c10::IValue>(route_->values.data() + route_->base, route_->values.size() - route_->base);
 }
 
 void Call::set_argument(std::size_t index, c10::IValue value) {
   GRADUS_INTERNAL_CHECK("op_plane", !made_ && index < arguments().size(), "argument ", index, " of ", name(),
                         made_ ? " set after the call was made" : " does not exist");
-  (*values_)[base_ + index] = std::move(value);
-  modified_ = true;
+  route_->values[route_->base + index] = std::move(value);
+  route_->modified = true;
 }
 
 c10::ArrayRef<c10::IValue> Call::results() const {
   if (!made_) return {};
-  return c10::ArrayRef<c10::IValue>(values_->data() + base_, values_->size() - base_);
+  return c10::ArrayRef<c10::IValue>(route_->values.data() + route_->base, route_->values.size() - route_->base);
 }
 
 void Call::set_result(std::size_t index, c10::IValue value) {
   GRADUS_INTERNAL_CHECK("op_plane", made_ && index < results().size(), "result ", index, " of ", name(),
                         made_ ? " does not exist" : " set before the call was made");
-  (*values_)[base_ + index] = std::move(value);
+  route_->values[route_->base + index] = std::move(value);
 }
 
 void Call::make(bool whole) {
   GRADUS_INTERNAL_CHECK("op_plane", !made_, "a handler made the call of ", name(), " twice");
-  Stack::run(*op_, *keys_, *values_, *stack_, position_ + 1, whole_ || whole, modified_);
+  route_->whole = route_->whole || whole;
+  route_->run(position_ + 1);
   made_ = true;
 }
 
@@ -197,16 +188,16 @@ void Call::replace(std::vector<c10::IValue> results) {
   GRADUS_INTERNAL_CHECK("op_plane", !made_, "a handler replaced the call of ", name(), " after making it");
   GRADUS_INTERNAL_CHECK("op_plane", results.size() == schema().returns().size(), name(), " returns ",
                         schema().returns().size(), " values; got ", results.size());
-  values_->resize(base_);
-  std::move(results.begin(), results.end(), std::back_inserter(*values_));
+  route_->values.resize(route_->base);
+  std::move(results.begin(), results.end(), std::back_inserter(route_->values));
   made_ = true;
 }
 
 Call::InnerOperators::InnerOperators(const Call& call)
     : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(kKey)) {
   auto inner = std::make_shared<Stack>();
-  inner->entries.assign(call.stack_->entries.begin() + static_cast<std::ptrdiff_t>(call.position_) + 1,
-                        call.stack_->entries.end());
+  const auto& entries = call.route_->stack.entries;
+  inner->entries.assign(entries.begin() + static_cast<std::ptrdiff_t>(call.position_) + 1, entries.end());
   c10::ThreadLocalDebugInfo::_push(kKind, std::move(inner));
   c10::impl::tls_set_dispatch_key_excluded(kKey, false);
 }
@@ -218,22 +209,14 @@ Call::InnerOperators::~InnerOperators() {
 
 Guard push(Order order, std::shared_ptr<Handler> handler) {
   GRADUS_CHECK("op_plane", handler != nullptr, "a handler is required; got null");
-  auto entry = std::make_shared<Entry>();
-  entry->order = order;
-  entry->handler = std::move(handler);
-  auto next = std::make_shared<Stack>();
-  if (const Stack* const stack = current()) next->entries = stack->entries;
-  const auto place = std::find_if(next->entries.begin(), next->entries.end(),
-                                  [&](const auto& other) { return other->order >= order; });
-  next->entries.insert(place, entry);
-  next->own = entry;
-  c10::ThreadLocalDebugInfo::_push(kKind, std::move(next));
+  auto entry = std::make_shared<internal::Entry>();
+  entry->entry = Stack::push(kKind, order, std::move(handler));
   include_key(true);
   return Guard(std::move(entry));
 }
 
 bool active() {
-  const Stack* const stack = current();
+  const Stack* const stack = Stack::current(kKind);
   return stack != nullptr && stack->any_active();
 }
 
@@ -248,19 +231,9 @@ Guard& Guard::operator=(Guard&& other) noexcept {
 }
 
 void Guard::end() noexcept {
-  const std::shared_ptr<Entry> entry = std::move(entry_);
+  const std::shared_ptr<internal::Entry> entry = std::move(entry_);
   if (entry == nullptr) return;
-  entry->active = false;
-  // On another thread the handler is silent from now on, and its owner drops the entry at its next end().
-  if (entry->owner != std::this_thread::get_id()) return;
-  for (const Stack* top = current(); top != nullptr && top->own != nullptr && !top->own->active; top = current()) {
-    try {
-      c10::ThreadLocalDebugInfo::_pop(kKind);
-    } catch (const std::exception&) {
-      break;  // another kind of DebugInfo lies on top; inactive entries cost a look each until it ends
-    }
-  }
-  include_key(active());
+  if (Stack::end(kKind, *entry->entry)) include_key(active());
 }
 
 }  // namespace gradus::plane::op

@@ -9,7 +9,6 @@
 #include <c10/util/ArrayRef.h>
 
 namespace c10 {
-class DispatchKeySet;
 class FunctionSchema;
 class OperatorHandle;
 struct IValue;
@@ -37,13 +36,13 @@ enum class Frame : std::uint8_t {
 
 namespace internal {
 struct Entry;
-struct Stack;
+class Route;
 }  // namespace internal
 
 /// One operator call on its way from the program to the kernel. Lives during Handler::call only.
 class Call {
  public:
-  const c10::OperatorHandle& op() const { return *op_; }
+  const c10::OperatorHandle& op() const;
   const c10::FunctionSchema& schema() const;
   /// "aten::mm". Static storage.
   std::string_view name() const;
@@ -80,22 +79,12 @@ class Call {
   };
 
  private:
-  friend struct internal::Stack;
-  friend class InnerOperators;
-  Call(const c10::OperatorHandle& op, const c10::DispatchKeySet& keys, std::vector<c10::IValue>& values,
-       std::size_t base, const internal::Stack& stack, std::size_t position, bool whole, bool modified)
-      : op_(&op), keys_(&keys), values_(&values), base_(base), stack_(&stack), position_(position), whole_(whole),
-        modified_(modified) {}
+  friend class internal::Route;
+  Call(internal::Route& route, std::size_t position) : route_(&route), position_(position) {}
   void make(bool whole);
 
-  const c10::OperatorHandle* op_;
-  const c10::DispatchKeySet* keys_;
-  std::vector<c10::IValue>* values_;
-  std::size_t base_;  // index in *values_ of the first argument, later of the first result
-  const internal::Stack* stack_;
+  internal::Route* route_;
   std::size_t position_;  // of this call's handler
-  bool whole_;
-  bool modified_;
   bool made_ = false;
 };
 
