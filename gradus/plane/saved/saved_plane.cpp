@@ -261,4 +261,9 @@ at::Tensor Held::get() const {
 
 int current_backward() { return torch::autograd::get_current_graph_task_id(); }
 
+void on_backward_end(std::function<void()> fn) {
+  GRADUS_CHECK("saved_plane", current_backward() >= 0, "a running backward pass is required; none runs on this thread");
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));
+}
+
 }  // namespace gradus::plane::saved

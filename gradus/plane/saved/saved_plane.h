@@ -101,4 +101,9 @@ class Held {
 /// The autograd pass now running on this thread, or -1: equal numbers mean the same backward() call.
 int current_backward();
 
+/// Calls @p fn once when the backward pass now running on this thread has ended well. A pass that fails
+/// calls nothing: what must go then belongs to an object that the graph owns.
+/// @throws UserError outside a backward pass.
+void on_backward_end(std::function<void()> fn);
+
 }  // namespace gradus::plane::saved

@@ -411,6 +411,29 @@ TEST_F(SavedPlaneTest, HeldTensorsGoThroughTheHooksAndAreVersionChecked) {
   EXPECT_THROW(outside.get(), UserError);
 }
 
+TEST_F(SavedPlaneTest, BackwardEndIsToldOnceAPass) {
+  int ended = 0;
+  std::vector<int> passes;
+  auto x = torch::randn({4}).requires_grad_();
+  at::Tensor loss;
+  {
+    const Guard guard = push(Order::offload, hooks([&](const Value& v) {
+                               return Packed{{v.tensor}, [&](auto p) {
+                                               passes.push_back(current_backward());
+                                               on_backward_end([&] { ++ended; });
+                                               return only(std::move(p));
+                                             }};
+                             }));
+    loss = x.exp().sum();
+  }
+  loss.backward({}, true);
+  EXPECT_EQ(ended, 1);
+  loss.backward();
+  EXPECT_EQ(ended, 2);
+  EXPECT_NE(passes.at(0), passes.at(1));
+  EXPECT_THROW(on_backward_end([] {}), UserError);
+}
+
 TEST_F(SavedPlaneTest, RefusesNullHooks) { EXPECT_THROW(std::ignore = push(Order::offload, nullptr), UserError); }
 
 }  // namespace
