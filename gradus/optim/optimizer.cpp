@@ -1,0 +1,237 @@
+#include <gradus/optim/optimizer.h>
+
+#include <cmath>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <gradus/base/error.h>
+
+namespace gradus::optim {
+namespace {
+
+void check_rate(const std::string& component, const char* what, double value) {
+  GRADUS_CHECK(component, std::isfinite(value) && value >= 0.0, what,
+               " must be finite and >= 0; got ", value);
+}
+
+void check_parameter(const std::string& component, const std::string& name,
+                     const at::Tensor& parameter) {
+  GRADUS_CHECK(component, parameter.defined(), "parameter '", name, "' must be a defined tensor");
+  GRADUS_CHECK(component, at::isFloatingType(parameter.scalar_type()), "parameter '", name,
+               "' must have a real floating dtype; got ", parameter.scalar_type());
+  GRADUS_CHECK(component, parameter.layout() == at::kStrided, "parameter '", name,
+               "' must be dense; got layout ", parameter.layout());
+  GRADUS_CHECK(component, parameter.is_leaf(), "parameter '", name,
+               "' must be a leaf: it is the result of an operation, so its gradient is never kept");
+  GRADUS_CHECK(component, !parameter.is_inference(), "parameter '", name,
+               "' must not be an inference tensor: those have no version to bump; make it outside "
+               "InferenceMode");
+}
+
+}  // namespace
+
+Optimizer::Optimizer(std::string component, std::vector<ParameterGroup> groups)
+    : component_(std::move(component)), groups_(std::move(groups)) {
+  std::unordered_set<const void*> seen;
+  std::unordered_set<std::string> names;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    auto& group = groups_[g];
+    check_rate(component_, "lr", group.lr);
+    check_rate(component_, "weight_decay", group.weight_decay);
+    GRADUS_CHECK(component_, group.names.empty() || group.names.size() == group.parameters.size(),
+                 "group ", g, " must have one name a parameter, or none; got ", group.names.size(),
+                 " names for ", group.parameters.size(), " parameters");
+    for (std::size_t i = 0; i < group.parameters.size(); ++i) {
+      Slot slot{.parameter = group.parameters[i],
+                .name = group.names.empty() ? std::to_string(slots_.size()) : group.names[i],
+                .group = g};
+      check_parameter(component_, slot.name, slot.parameter);
+      GRADUS_CHECK(component_, seen.insert(slot.parameter.unsafeGetTensorImpl()).second,
+                   "parameter '", slot.name,
+                   "' must be given once: a second time would update it twice a step");
+      GRADUS_CHECK(component_, names.insert(slot.name).second, "parameter names must differ; got '",
+                   slot.name, "' twice");
+      slots_.push_back(std::move(slot));
+    }
+  }
+  GRADUS_CHECK(component_, !slots_.empty(), "there must be at least one parameter; got none");
+}
+
+std::vector<Optimizer::Slot*> Optimizer::slots_with_gradient() {
+  std::vector<Slot*> result;
+  for (auto& slot : slots_) {
+    const auto& gradient = slot.parameter.grad();
+    if (!gradient.defined()) continue;
+    GRADUS_CHECK(component_, gradient.layout() == at::kStrided, "gradient of parameter '",
+                 slot.name, "' must be dense; got layout ", gradient.layout(),
+                 ". Build the embedding with sparse(false), or make the gradient dense first");
+    GRADUS_CHECK(component_, gradient.scalar_type() == slot.parameter.scalar_type(),
+                 "gradient of parameter '", slot.name, "' must have the parameter's dtype ",
+                 slot.parameter.scalar_type(), "; got ", gradient.scalar_type());
+    GRADUS_CHECK(component_, gradient.device() == slot.parameter.device(),
+                 "gradient of parameter '", slot.name, "' must be on the parameter's device ",
+                 slot.parameter.device(), "; got ", gradient.device());
+    check_slot(slot);
+    result.push_back(&slot);
+  }
+  return result;
+}
+
+void Optimizer::create_state(Slot& slot) {
+  const auto& parameter = slot.parameter;
+  std::vector<at::Tensor> state;
+  for (const auto& spec : state_specs(parameter)) {
+    const auto options = at::TensorOptions().dtype(spec.dtype).device(parameter.device());
+    // The fused kernels walk parameter and state side by side in memory, so equal shapes need equal
+    // strides.
+    state.push_back(at::IntArrayRef(spec.sizes) == parameter.sizes() &&
+                            parameter.is_non_overlapping_and_dense()
+                        ? at::empty_strided(parameter.sizes(), parameter.strides(), options).zero_()
+                        : at::zeros(spec.sizes, options));
+  }
+  slot.state = std::move(state);
+}
+
+void Optimizer::step() {
+  const at::NoGradGuard no_grad;
+  const auto ready = slots_with_gradient();
+  using Key = std::tuple<std::size_t, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+  std::map<Key, std::vector<Slot*>> buckets;
+  for (Slot* slot : ready) {
+    const auto device = slot->parameter.device();
+    buckets[{slot->group, slot->parameter.scalar_type(), device.type(), device.index()}].push_back(
+        slot);
+  }
+  // All memory is taken before anything is written, so that running out of it changes no parameter.
+  for (Slot* slot : ready) {
+    if (slot->state.empty()) create_state(*slot);
+  }
+  for (const auto& [key, bucket] : buckets) {
+    update(groups_[std::get<0>(key)], bucket);
+    for (Slot* slot : bucket) {
+      slot->first_update = false;
+      // The fused kernels write without telling autograd (measured on LibTorch 2.13): without this
+      // a backward pass through the old value silently uses the new one.
+      slot->parameter.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+void Optimizer::zero_grad(bool set_to_none) {
+  const at::NoGradGuard no_grad;
+  for (auto& slot : slots_) {
+    auto& gradient = slot.parameter.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (set_to_none) {
+      gradient.reset();
+    } else {
+      if (gradient.grad_fn()) gradient = gradient.detach();
+      gradient.zero_();
+    }
+  }
+}
+
+void Optimizer::set_learning_rate(double lr) {
+  check_rate(component_, "lr", lr);
+  for (auto& group : groups_) group.lr = lr;
+}
+
+void Optimizer::set_learning_rate(std::size_t group, double lr) {
+  GRADUS_CHECK(component_, group < groups_.size(), "group must be below ", groups_.size(), "; got ",
+               group);
+  check_rate(component_, "lr", lr);
+  groups_[group].lr = lr;
+}
+
+std::vector<NamedState> Optimizer::state() const {
+  std::vector<NamedState> result;
+  for (const auto& slot : slots_) {
+    if (slot.state.empty()) continue;
+    const auto specs = state_specs(slot.parameter);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      result.push_back({base::join(slot.name, '.', specs[i].name), slot.state[i]});
+    }
+  }
+  return result;
+}
+
+std::vector<at::Tensor> Optimizer::state_tensors() const {
+  std::vector<at::Tensor> result;
+  for (const auto& slot : slots_) result.insert(result.end(), slot.state.begin(), slot.state.end());
+  return result;
+}
+
+void Optimizer::load_state(const std::vector<NamedState>& entries) {
+  std::unordered_map<std::string, at::Tensor> by_name;
+  for (const auto& entry : entries) {
+    GRADUS_CHECK(component_, by_name.emplace(entry.name, entry.tensor).second,
+                 "state names must differ; got '", entry.name, "' twice");
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<std::vector<at::Tensor>> loaded(slots_.size());
+  for (std::size_t s = 0; s < slots_.size(); ++s) {
+    const auto& slot = slots_[s];
+    const auto specs = state_specs(slot.parameter);
+    std::optional<std::string> missing;
+    std::optional<std::string> present;
+    for (const auto& spec : specs) {
+      const auto name = base::join(slot.name, '.', spec.name);
+      const auto found = by_name.find(name);
+      if (found == by_name.end()) {
+        missing = name;
+        continue;
+      }
+      present = name;
+      const auto source = found->second;
+      by_name.erase(found);
+      GRADUS_CHECK(component_, source.defined() && source.sizes() == at::IntArrayRef(spec.sizes),
+                   "state '", name, "' must have shape ", at::IntArrayRef(spec.sizes), "; got ",
+                   source.defined() ? base::join(source.sizes()) : "an undefined tensor");
+      GRADUS_CHECK(component_, source.scalar_type() == spec.dtype, "state '", name,
+                   "' must have dtype ", spec.dtype, "; got ", source.scalar_type());
+      loaded[s].push_back(source);
+    }
+    GRADUS_CHECK(component_, !present || !missing, "state of parameter '", slot.name,
+                 "' must be complete; got '", present.value_or(""), "' but no '",
+                 missing.value_or(""), "'");
+  }
+  GRADUS_CHECK(component_, by_name.empty(), "state '", by_name.begin()->first,
+               "' must belong to a parameter of this optimizer; the model or the optimizer differs "
+               "from the one that "
+               "was saved");
+  // Copies are made into fresh slots first, so that running out of memory midway changes nothing.
+  auto fresh = slots_;
+  for (std::size_t s = 0; s < fresh.size(); ++s) {
+    fresh[s].state.clear();
+    fresh[s].first_update = loaded[s].empty();
+    if (loaded[s].empty()) continue;
+    create_state(fresh[s]);
+    for (std::size_t i = 0; i < loaded[s].size(); ++i) fresh[s].state[i].copy_(loaded[s][i]);
+  }
+  slots_ = std::move(fresh);
+}
+
+bool fused_kernel_takes(const at::Tensor& parameter) {
+  const auto dtype = parameter.scalar_type();
+  return (parameter.is_cpu() || parameter.is_cuda()) &&
+         (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
+          dtype == at::kBFloat16) &&
+         parameter.is_non_overlapping_and_dense();
+}
+
+at::Tensor gradient_laid_out_as(const at::Tensor& parameter) {
+  const auto& gradient = parameter.grad();
+  if (gradient.strides() == parameter.strides() || !parameter.is_non_overlapping_and_dense())
+    return gradient;
+  return at::empty_strided(parameter.sizes(), parameter.strides(), gradient.options())
+      .copy_(gradient);
+}
+
+}  // namespace gradus::optim

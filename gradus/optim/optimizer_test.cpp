@@ -1,0 +1,345 @@
+#include <gradus/optim/optimizer.h>
+
+#include <functional>
+#include <limits>
+#include <memory>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <gradus/base/error.h>
+#include <gradus/optim/adamw.h>
+#include <gradus/optim/sgd.h>
+
+namespace gradus::optim {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+std::string message_of(const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "no UserError";
+}
+
+using Factory = std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor>)>;
+
+// Every optimizer, with both of its kernels: what the base promises must hold for each.
+std::vector<std::pair<std::string, Factory>> every_optimizer() {
+  std::vector<std::pair<std::string, Factory>> result;
+  for (const bool fused : {true, false}) {
+    const std::string kernel = fused ? " fused" : " foreach";
+    result.emplace_back("adamw" + kernel, [fused](std::vector<at::Tensor> parameters) {
+      return std::make_unique<AdamW>(std::move(parameters),
+                                     AdamWOptions{.lr = 0.5, .fused = fused});
+    });
+    result.emplace_back("sgd" + kernel, [fused](std::vector<at::Tensor> parameters) {
+      return std::make_unique<SGD>(std::move(parameters),
+                                   SGDOptions{.lr = 0.5, .momentum = 0.9, .fused = fused});
+    });
+  }
+  return result;
+}
+
+std::vector<std::string> names_of(const std::vector<NamedState>& state) {
+  std::vector<std::string> names;
+  for (const auto& entry : state) names.push_back(entry.name);
+  return names;
+}
+
+TEST(OptimizerTest, BackwardThroughAParameterThatAStepChangedIsAnError) {
+  for (const auto& [name, make] : every_optimizer()) {
+    SCOPED_TRACE(name);
+    auto w = torch::ones({4}, torch::requires_grad());
+    const auto loss = (w * w).sum();
+    w.mutable_grad() = torch::ones({4});
+    make({w})->step();
+    try {
+      loss.backward();
+      ADD_FAILURE() << "backward used the new value: gradient " << w.grad();
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("modified by an inplace operation"));
+    }
+  }
+}
+
+TEST(OptimizerTest, StepBumpsTheVersionOfUpdatedParametersOnly) {
+  for (const auto& [name, make] : every_optimizer()) {
+    SCOPED_TRACE(name);
+    auto used = torch::ones({4}, torch::requires_grad());
+    auto unused = torch::ones({4}, torch::requires_grad());
+    auto optimizer = make({used, unused});
+    used.mutable_grad() = torch::ones({4});
+    const auto before = used._version();
+    optimizer->step();
+    EXPECT_GT(used._version(), before);
+    EXPECT_EQ(unused._version(), 0);
+    EXPECT_TRUE(torch::equal(unused.detach(), torch::ones({4})));
+  }
+}
+
+TEST(OptimizerTest, ParameterWithoutGradientHasNoStateUntilItIsFirstUsed) {
+  auto a = torch::ones({2}, torch::requires_grad());
+  auto b = torch::ones({2}, torch::requires_grad());
+  AdamW optimizer({a, b});
+  EXPECT_TRUE(optimizer.state().empty());
+  b.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  EXPECT_THAT(names_of(optimizer.state()), ElementsAre("1.step", "1.exp_avg", "1.exp_avg_sq"));
+  EXPECT_EQ(optimizer.state_tensors().size(), 3);
+  a.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  EXPECT_EQ(optimizer.state()[0].name, "0.step");
+  EXPECT_EQ(optimizer.state()[0].tensor.item<float>(), 1.0F);
+  EXPECT_EQ(optimizer.state()[3].tensor.item<float>(), 2.0F);
+}
+
+TEST(OptimizerTest, StateIsKeyedByGivenNames) {
+  auto w = torch::ones({2}, torch::requires_grad());
+  w.mutable_grad() = torch::ones({2});
+  SGD optimizer({{.parameters = {w}, .lr = 0.1, .weight_decay = 0.0, .names = {"head.weight"}}},
+                {.momentum = 0.9});
+  optimizer.step();
+  EXPECT_THAT(names_of(optimizer.state()), ElementsAre("head.weight.momentum_buffer"));
+}
+
+TEST(OptimizerTest, SparseGradientIsRefusedByNameBeforeAnythingIsWritten) {
+  for (const auto& [name, make] : every_optimizer()) {
+    SCOPED_TRACE(name);
+    auto dense = torch::ones({4}, torch::requires_grad());
+    auto embedding = torch::ones({4, 2}, torch::requires_grad());
+    auto optimizer = make({dense, embedding});
+    dense.mutable_grad() = torch::ones({4});
+    embedding.mutable_grad() = torch::ones({4, 2}).to_sparse();
+    EXPECT_THAT(message_of([&] { optimizer->step(); }),
+                HasSubstr("gradient of parameter '1' must be dense; got layout Sparse"));
+    EXPECT_TRUE(torch::equal(dense.detach(), torch::ones({4})));
+    EXPECT_TRUE(optimizer->state().empty());
+  }
+}
+
+TEST(OptimizerTest, NanInAGradientReachesTheParameter) {
+  for (const auto& [name, make] : every_optimizer()) {
+    SCOPED_TRACE(name);
+    auto w = torch::ones({2}, torch::requires_grad());
+    w.mutable_grad() = torch::tensor({1.0F, std::numeric_limits<float>::quiet_NaN()});
+    make({w})->step();
+    EXPECT_FALSE(w[0].isnan().item<bool>());
+    EXPECT_TRUE(w[1].isnan().item<bool>());
+  }
+}
+
+// The fused CPU kernels walk parameter, gradient and state as flat arrays: other strides would pair
+// wrong elements.
+TEST(OptimizerTest, StridesOfParameterAndGradientDoNotChangeTheResult) {
+  for (const auto& [name, make] : every_optimizer()) {
+    SCOPED_TRACE(name);
+    torch::manual_seed(1);
+    const auto value = torch::randn({3, 5}, torch::kDouble);
+    auto plain = value.clone().requires_grad_();
+    auto transposed = value.t().contiguous().t().requires_grad_();
+    auto plain_optimizer = make({plain});
+    auto transposed_optimizer = make({transposed});
+    for (int step = 0; step < 3; ++step) {
+      const auto gradient = torch::randn({3, 5}, torch::kDouble);
+      plain.mutable_grad() = gradient.clone();
+      transposed.mutable_grad() = step == 1 ? gradient.t().contiguous().t() : gradient.clone();
+      plain_optimizer->step();
+      transposed_optimizer->step();
+    }
+    EXPECT_TRUE(torch::allclose(plain, transposed, 1e-14, 1e-14));
+    transposed.mutable_grad() = torch::ones({1, 1}, torch::kDouble).expand({3, 5});
+    plain.mutable_grad() = torch::ones({3, 5}, torch::kDouble);
+    plain_optimizer->step();
+    transposed_optimizer->step();
+    EXPECT_TRUE(torch::allclose(plain, transposed, 1e-14, 1e-14));
+  }
+}
+
+TEST(OptimizerTest, ParameterWithGapsInMemoryIsUpdatedWithoutTouchingTheGaps) {
+  auto base = torch::ones({4, 6}, torch::kDouble);
+  auto gapped = base.slice(1, 0, 3).detach().requires_grad_();
+  auto dense = torch::ones({4, 3}, torch::kDouble).requires_grad_();
+  const auto gradient = torch::arange(12, torch::kDouble).reshape({4, 3});
+  AdamW on_gapped({gapped}, {.lr = 0.1});
+  AdamW on_dense({dense}, {.lr = 0.1});
+  for (int step = 0; step < 2; ++step) {
+    gapped.mutable_grad() = gradient.clone();
+    dense.mutable_grad() = gradient.clone();
+    on_gapped.step();
+    on_dense.step();
+  }
+  EXPECT_TRUE(torch::allclose(gapped, dense, 1e-13, 1e-13));
+  EXPECT_TRUE(torch::equal(base.slice(1, 3, 6), torch::ones({4, 3}, torch::kDouble)));
+  gapped.mutable_grad() = gradient.clone();
+  AdamW insists({gapped}, {.fused = true});
+  EXPECT_THAT(message_of([&] { insists.step(); }),
+              HasSubstr("parameter '0' must suit the fused kernel"));
+}
+
+TEST(OptimizerTest, SavedAndLoadedStateContinuesBitwise) {
+  for (const auto& [name, make] : every_optimizer()) {
+    SCOPED_TRACE(name);
+    torch::manual_seed(2);
+    auto a = torch::randn({7, 3}).requires_grad_();
+    auto b = torch::randn({5}).requires_grad_();
+    auto optimizer = make({a, b});
+    const auto gradients = torch::randn({6, 26});
+    const auto run = [&](Optimizer& target, std::vector<at::Tensor> p, int from, int to) {
+      for (int step = from; step < to; ++step) {
+        p[0].mutable_grad() = gradients[step].slice(0, 0, 21).reshape({7, 3}).clone();
+        // b joins at step 2, so that the two have different step counts.
+        if (step >= 2) p[1].mutable_grad() = gradients[step].slice(0, 21, 26).clone();
+        target.step();
+      }
+    };
+    run(*optimizer, {a, b}, 0, 3);
+    std::vector<NamedState> saved;
+    for (const auto& entry : optimizer->state())
+      saved.push_back({entry.name, entry.tensor.clone()});
+    auto a2 = a.detach().clone().requires_grad_();
+    auto b2 = b.detach().clone().requires_grad_();
+    run(*optimizer, {a, b}, 3, 6);
+
+    auto resumed = make({a2, b2});
+    resumed->load_state(saved);
+    run(*resumed, {a2, b2}, 3, 6);
+    EXPECT_TRUE(torch::equal(a, a2));
+    EXPECT_TRUE(torch::equal(b, b2));
+    const auto one = optimizer->state();
+    const auto two = resumed->state();
+    ASSERT_EQ(names_of(one), names_of(two));
+    for (std::size_t i = 0; i < one.size(); ++i)
+      EXPECT_TRUE(torch::equal(one[i].tensor, two[i].tensor));
+  }
+}
+
+TEST(OptimizerTest, LoadedStateIsACopy) {
+  auto w = torch::ones({2}, torch::requires_grad());
+  SGD optimizer({w}, {.momentum = 0.9});
+  auto buffer = torch::ones({2});
+  optimizer.load_state({{"0.momentum_buffer", buffer}});
+  buffer.fill_(7);
+  EXPECT_TRUE(torch::equal(optimizer.state()[0].tensor, torch::ones({2})));
+}
+
+TEST(OptimizerTest, LoadStateRefusesWhatDoesNotFitAndChangesNothing) {
+  auto w = torch::ones({2}, torch::requires_grad());
+  AdamW optimizer({w});
+  w.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  const auto step = torch::tensor(5.0F);
+  const auto moment = torch::ones({2});
+  const std::vector<std::pair<std::vector<NamedState>, std::string>> cases{
+      {{{"0.step", step}, {"0.exp_avg", torch::ones({3})}, {"0.exp_avg_sq", moment}},
+       "state '0.exp_avg' must have shape [2]; got [3]"},
+      {{{"0.step", step}, {"0.exp_avg", moment.to(at::kDouble)}, {"0.exp_avg_sq", moment}},
+       "state '0.exp_avg' must have dtype Float; got Double"},
+      {{{"0.step", step}, {"0.exp_avg", moment}},
+       "state of parameter '0' must be complete; got '0.exp_avg' but no '0.exp_avg_sq'"},
+      {{{"0.step", step}, {"0.exp_avg", moment}, {"0.exp_avg_sq", moment}, {"1.step", step}},
+       "state '1.step' must belong to a parameter of this optimizer"},
+      {{{"0.step", step}, {"0.step", step}}, "state names must differ; got '0.step' twice"},
+      {{{"0.step", step}, {"0.exp_avg", at::Tensor()}, {"0.exp_avg_sq", moment}},
+       "got an undefined tensor"}};
+  for (const auto& [entries, message] : cases) {
+    SCOPED_TRACE(message);
+    EXPECT_THAT(message_of([&] { optimizer.load_state(entries); }), HasSubstr(message));
+    EXPECT_EQ(optimizer.state()[0].tensor.item<float>(), 1.0F);
+  }
+  optimizer.load_state({});
+  EXPECT_TRUE(optimizer.state().empty());
+}
+
+TEST(OptimizerTest, ZeroGradDropsOrZeroes) {
+  auto w = torch::ones({2}, torch::requires_grad());
+  SGD optimizer({w});
+  (w * w).sum().backward();
+  optimizer.zero_grad(false);
+  EXPECT_TRUE(torch::equal(w.grad(), torch::zeros({2})));
+  optimizer.zero_grad();
+  EXPECT_FALSE(w.grad().defined());
+}
+
+TEST(OptimizerTest, GroupsHaveTheirOwnLearningRate) {
+  auto a = torch::zeros({1}, torch::requires_grad());
+  auto b = torch::zeros({1}, torch::requires_grad());
+  SGD optimizer({{.parameters = {a}, .lr = 1.0, .weight_decay = 0.0},
+                 {.parameters = {b}, .lr = 2.0, .weight_decay = 0.0}},
+                SGDOptions{});
+  const auto step = [&] {
+    a.mutable_grad() = torch::ones({1});
+    b.mutable_grad() = torch::ones({1});
+    optimizer.step();
+  };
+  step();
+  EXPECT_EQ(a.item<float>(), -1.0F);
+  EXPECT_EQ(b.item<float>(), -2.0F);
+  optimizer.set_learning_rate(1, 4.0);
+  step();
+  EXPECT_EQ(a.item<float>(), -2.0F);
+  EXPECT_EQ(b.item<float>(), -6.0F);
+  optimizer.set_learning_rate(8.0);
+  step();
+  EXPECT_EQ(a.item<float>(), -10.0F);
+  EXPECT_EQ(b.item<float>(), -14.0F);
+  EXPECT_THROW(optimizer.set_learning_rate(-1.0), UserError);
+  EXPECT_THROW(optimizer.set_learning_rate(std::numeric_limits<double>::infinity()), UserError);
+  EXPECT_THROW(optimizer.set_learning_rate(2, 1.0), UserError);
+}
+
+TEST(OptimizerTest, ParametersOfSeveralDtypesStepTogether) {
+  std::vector<at::Tensor> parameters;
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kFloat}) {
+    parameters.push_back(torch::ones({3}, dtype).requires_grad_());
+    parameters.back().mutable_grad() = torch::ones({3}, dtype);
+  }
+  SGD optimizer(parameters, {.lr = 0.5});
+  optimizer.step();
+  for (const auto& parameter : parameters) {
+    EXPECT_TRUE(
+        torch::equal(parameter.detach().to(at::kDouble), torch::full({3}, 0.5, at::kDouble)));
+  }
+}
+
+TEST(OptimizerTest, EmptyParameterIsFine) {
+  for (const auto& [name, make] : every_optimizer()) {
+    SCOPED_TRACE(name);
+    auto w = torch::ones({0, 8}, torch::requires_grad());
+    w.mutable_grad() = torch::ones({0, 8});
+    EXPECT_NO_THROW(make({w})->step());
+  }
+}
+
+TEST(OptimizerTest, ConstructionRefusesWhatCannotBeOptimised) {
+  const auto w = torch::ones({2}, torch::requires_grad());
+  const auto refused = [](std::vector<ParameterGroup> groups) {
+    return message_of([&] { SGD optimizer(std::move(groups), SGDOptions{}); });
+  };
+  EXPECT_THAT(refused({}), HasSubstr("there must be at least one parameter; got none"));
+  EXPECT_THAT(refused({{.parameters = {w, w}}}), HasSubstr("parameter '1' must be given once"));
+  EXPECT_THAT(refused({{.parameters = {w * 2}}}), HasSubstr("parameter '0' must be a leaf"));
+  EXPECT_THAT(refused({{.parameters = {torch::ones({2}, at::kLong)}}}),
+              HasSubstr("real floating dtype; got Long"));
+  EXPECT_THAT(refused({{.parameters = {at::Tensor()}}}), HasSubstr("must be a defined tensor"));
+  EXPECT_THAT(refused({{.parameters = {w}, .lr = -1.0}}),
+              HasSubstr("lr must be finite and >= 0; got -1"));
+  EXPECT_THAT(refused({{.parameters = {w}, .names = {"a", "b"}}}),
+              HasSubstr("got 2 names for 1 parameters"));
+  EXPECT_THAT(refused({{.parameters = {w, w.detach().clone()}, .names = {"a", "a"}}}),
+              HasSubstr("got 'a' twice"));
+  at::Tensor inference;
+  {
+    const c10::InferenceMode guard;
+    inference = torch::ones({2});
+  }
+  EXPECT_THAT(refused({{.parameters = {inference}}}), HasSubstr("must not be an inference tensor"));
+}
+
+}  // namespace
+}  // namespace gradus::optim

@@ -1,0 +1,101 @@
+#include <gradus/optim/sgd.h>
+
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_neg.h>
+#include <ATen/ops/_fused_sgd.h>
+
+#include <gradus/base/error.h>
+
+namespace gradus::optim {
+namespace {
+
+struct Lists {
+  std::vector<at::Tensor> parameters, gradients, buffers;
+};
+
+void update_fused(const ParameterGroup& group, const SGDOptions& options, const Lists& lists,
+                  bool first) {
+  at::_fused_sgd_(lists.parameters, lists.gradients, lists.buffers, group.weight_decay,
+                  options.momentum, group.lr, options.dampening, options.nesterov, options.maximize,
+                  first);
+}
+
+void update_foreach(const ParameterGroup& group, const SGDOptions& options, const Lists& lists,
+                    bool first) {
+  auto gradients = options.maximize ? at::_foreach_neg(lists.gradients) : lists.gradients;
+  if (group.weight_decay != 0.0) {
+    gradients = at::_foreach_add(gradients, lists.parameters, at::Scalar(group.weight_decay));
+  }
+  if (options.momentum != 0.0) {
+    if (first) {
+      at::_foreach_copy_(lists.buffers, gradients);
+    } else {
+      at::_foreach_mul_(lists.buffers, options.momentum);
+      at::_foreach_add_(lists.buffers, gradients, at::Scalar(1.0 - options.dampening));
+    }
+    gradients = options.nesterov
+                    ? at::_foreach_add(gradients, lists.buffers, at::Scalar(options.momentum))
+                    : lists.buffers;
+  }
+  at::_foreach_add_(lists.parameters, gradients, at::Scalar(-group.lr));
+}
+
+}  // namespace
+
+SGD::SGD(std::vector<at::Tensor> parameters, const SGDOptions& options)
+    : SGD(std::vector<ParameterGroup>{{.parameters = std::move(parameters),
+                                       .lr = options.lr,
+                                       .weight_decay = options.weight_decay}},
+          options) {}
+
+SGD::SGD(std::vector<ParameterGroup> groups, const SGDOptions& options)
+    : Optimizer("sgd", std::move(groups)), options_(options) {
+  GRADUS_CHECK(component(), std::isfinite(options.momentum) && options.momentum >= 0.0,
+               "momentum must be finite and >= 0; got ", options.momentum);
+  GRADUS_CHECK(component(), std::isfinite(options.dampening), "dampening must be finite; got ",
+               options.dampening);
+  GRADUS_CHECK(component(),
+               !options.nesterov || (options.momentum > 0.0 && options.dampening == 0.0),
+               "nesterov needs momentum > 0 and dampening 0; got momentum ", options.momentum,
+               " and dampening ", options.dampening);
+}
+
+std::vector<Optimizer::StateSpec> SGD::state_specs(const at::Tensor& parameter) const {
+  if (options_.momentum == 0.0) return {};
+  return {{"momentum_buffer", parameter.sizes().vec(), parameter.scalar_type()}};
+}
+
+void SGD::check_slot(const Slot& slot) const {
+  GRADUS_CHECK(
+      component(), !options_.fused.value_or(false) || fused_kernel_takes(slot.parameter),
+      "parameter '", slot.name,
+      "' must suit the fused kernel (CPU or CUDA; float32, float64, float16 or bfloat16; no gaps "
+      "in memory); got ",
+      slot.parameter.scalar_type(), " on ", slot.parameter.device(), " with strides ",
+      slot.parameter.strides(), ". Leave 'fused' unset to use the foreach operations there");
+}
+
+void SGD::update(const ParameterGroup& group, std::span<Slot* const> slots) {
+  // Indexed by first update: the kernels take that as one flag for the whole list.
+  std::array<Lists, 2> fused, foreach;
+  for (const Slot* slot : slots) {
+    auto& kind =
+        options_.fused.value_or(true) && fused_kernel_takes(slot->parameter) ? fused : foreach;
+    auto& lists = kind[slot->first_update ? 1 : 0];
+    lists.parameters.push_back(slot->parameter);
+    lists.gradients.push_back(gradient_laid_out_as(slot->parameter));
+    if (!slot->state.empty()) lists.buffers.push_back(slot->state[0]);
+  }
+  for (const bool first : {false, true}) {
+    if (!fused[first].parameters.empty()) update_fused(group, options_, fused[first], first);
+    if (!foreach[first].parameters.empty()) update_foreach(group, options_, foreach[first], first);
+  }
+}
+
+}  // namespace gradus::optim
