@@ -1,0 +1,273 @@
+#include <gradus/train/config.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <filesystem>
+#include <numeric>
+#include <sstream>
+
+#define TOML_EXCEPTIONS 1
+#include <toml++/toml.h>
+
+#include <gradus/base/byte_count.h>
+#include <gradus/base/error.h>
+#include <gradus/models/gpt.h>
+#include <gradus/train/plan.h>
+
+namespace gradus::train {
+namespace {
+
+// A captureless lambda as the accessor of one field.
+#define GRADUS_KEY(table, name, flag, help) \
+  ConfigKey { #table, #name, flag, help, +[](TrainConfig& c) -> decltype((c.table.name)) { return c.table.name; } }
+
+std::vector<ConfigKey> make_keys() {
+  return {
+      GRADUS_KEY(model, layers, "--layers", "Transformer blocks"),
+      GRADUS_KEY(model, heads, "--heads", "Attention heads; divides the width"),
+      GRADUS_KEY(model, width, "--width", "Width of the residual stream"),
+      GRADUS_KEY(model, context, "--context", "Tokens of a sequence"),
+      GRADUS_KEY(model, dropout, "--dropout", "Dropout probability, in [0, 1)"),
+      GRADUS_KEY(model, bias, "--bias", "Linear layers have a bias"),
+      GRADUS_KEY(data, corpus, "--corpus", "Text to train on: bible-kjv or file:PATH"),
+      GRADUS_KEY(data, tokenizer, "--tokenizer", "sentencepiece or bytes"),
+      GRADUS_KEY(data, vocabulary, "--vocabulary", "Tokens of a sentencepiece tokenizer"),
+      GRADUS_KEY(data, cache, "--cache", "Directory for tokenised corpora"),
+      GRADUS_KEY(data, validation_ratio, "--validation-ratio", "Share of the text kept for validation"),
+      GRADUS_KEY(train, steps, "--steps", "Optimizer steps of the whole run"),
+      GRADUS_KEY(train, batch, "--batch", "Sequences of one optimizer step; memory plans never change it"),
+      GRADUS_KEY(train, seed, "--seed", "Seed of weights, order and dropout"),
+      GRADUS_KEY(train, threads, "--threads", "Compute threads; 0 is LibTorch's default"),
+      GRADUS_KEY(train, device, "--device", "cpu, or an accelerator of this build such as cuda:0"),
+      GRADUS_KEY(train, eval_every, "--eval-every", "Steps between evaluations; 0 is never"),
+      GRADUS_KEY(train, eval_sequences, "--eval-sequences", "Validation sequences of one evaluation"),
+      GRADUS_KEY(train, save_every, "--save-every", "Steps between saved training states; 0 is at the end only"),
+      GRADUS_KEY(train, keep, "--keep", "Training states kept on disk"),
+      GRADUS_KEY(train, out, "--out", "Run directory; empty: runs/<configuration>-<date>"),
+      GRADUS_KEY(optimizer, kind, "--optimizer", "adamw or sgd"),
+      GRADUS_KEY(optimizer, lr, "--lr", "Peak learning rate"),
+      GRADUS_KEY(optimizer, warmup, "--warmup", "Steps of linear warm-up"),
+      GRADUS_KEY(optimizer, min_lr_ratio, "--min-lr-ratio", "Last learning rate over the peak"),
+      GRADUS_KEY(optimizer, weight_decay, "--weight-decay", "Weight decay of matrices (norms and biases have none)"),
+      GRADUS_KEY(optimizer, beta1, "--beta1", "AdamW's decay of the mean"),
+      GRADUS_KEY(optimizer, beta2, "--beta2", "AdamW's decay of the mean square"),
+      GRADUS_KEY(optimizer, eps, "--eps", "AdamW's epsilon"),
+      GRADUS_KEY(optimizer, momentum, "--momentum", "SGD's momentum"),
+      GRADUS_KEY(optimizer, clip_norm, "--clip-norm", "Largest gradient norm; 0 is no clipping"),
+      GRADUS_KEY(memory, limit, "--memory", "Hard limit of device memory, such as 600MiB; empty is none"),
+      GRADUS_KEY(memory, plan, "--plan", "auto, none, or micro-batch=N,recompute=N"),
+      GRADUS_KEY(sample, prompt, "--prompt", "Text that the sample continues"),
+      GRADUS_KEY(sample, tokens, "--sample-tokens", "Tokens to generate; 0 is no sample"),
+      GRADUS_KEY(sample, temperature, "--temperature", "Softmax temperature; 0 takes the likeliest token"),
+      GRADUS_KEY(sample, top_k, "--top-k", "Choose among the k likeliest tokens; 0 is all"),
+  };
+}
+#undef GRADUS_KEY
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i);
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t above = row[j];
+      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0 : 1)});
+      diagonal = above;
+    }
+  }
+  return row.back();
+}
+
+[[noreturn]] void refuse_unknown(const std::string& where, const std::string& path) {
+  const auto& keys = config_keys();
+  const auto nearest = std::min_element(keys.begin(), keys.end(), [&](const ConfigKey& l, const ConfigKey& r) {
+    return edit_distance(path, l.path()) < edit_distance(path, r.path());
+  });
+  throw UserError(base::join("[config] ", where, ": unknown key '", path, "'; did you mean '", nearest->path(), "'?"));
+}
+
+std::string type_name(const ConfigKey& key) {
+  static constexpr const char* kNames[] = {"a whole number", "a number", "true or false", "a text"};
+  return kNames[key.access.index()];
+}
+
+void set_from_toml(TrainConfig& config, const ConfigKey& key, const toml::node& node, const std::string& where) {
+  const auto refuse = [&] {
+    std::ostringstream value;
+    value << toml::node_view<const toml::node>(node);
+    throw UserError(base::join("[config] ", where, ": ", key.path(), " must be ", type_name(key), "; got ", value.str()));
+  };
+  std::visit(
+      [&](auto access) {
+        using T = std::remove_reference_t<decltype(access(config))>;
+        if constexpr (std::is_same_v<T, double>) {
+          if (!node.is_number()) refuse();
+          access(config) = *node.value<double>();
+        } else {
+          const auto value = node.value_exact<T>();
+          if (!value) refuse();
+          access(config) = *value;
+        }
+      },
+      key.access);
+}
+
+template <typename T>
+T parse_number(const ConfigKey& key, const std::string& text) {
+  T value{};
+  const auto [end, status] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (status != std::errc{} || end != text.data() + text.size()) {
+    throw UserError(base::join("[config] ", key.flag, " must be ", type_name(key), "; got '", text, "'"));
+  }
+  return value;
+}
+
+std::string toml_string(const std::string& text) {
+  std::ostringstream out;
+  out << toml::value<std::string>(text);
+  return out.str();
+}
+
+std::string number_text(double value) {
+  char text[40];
+  const auto end = std::to_chars(text, text + sizeof text, value).ptr;
+  std::string result(text, end);
+  // TOML tells floating from whole numbers by their look.
+  if (result.find_first_of(".einf") == std::string::npos) result += ".0";
+  return result;
+}
+
+}  // namespace
+
+const std::vector<ConfigKey>& config_keys() {
+  static const std::vector<ConfigKey> keys = make_keys();
+  return keys;
+}
+
+TrainConfig load_config(const std::string& path) {
+  GRADUS_CHECK("config", std::filesystem::is_regular_file(path), "a configuration file is required; '", path,
+               "' is not one");
+  toml::table root;
+  try {
+    root = toml::parse_file(path);
+  } catch (const toml::parse_error& error) {
+    throw UserError(base::join("[config] ", path, ":", error.source().begin.line, ": ", error.description()));
+  }
+  TrainConfig config;
+  for (const auto& [table_name, table_node] : root) {
+    const std::string table(table_name.str());
+    const auto where = [&](const toml::node& node) { return base::join(path, ":", node.source().begin.line); };
+    if (!table_node.is_table()) refuse_unknown(where(table_node), table);
+    for (const auto& [name, node] : *table_node.as_table()) {
+      const std::string key_path = table + "." + std::string(name.str());
+      const auto& keys = config_keys();
+      const auto key = std::find_if(keys.begin(), keys.end(), [&](const ConfigKey& k) { return k.path() == key_path; });
+      if (key == keys.end()) refuse_unknown(where(node), key_path);
+      set_from_toml(config, *key, node, where(node));
+    }
+  }
+  return config;
+}
+
+void set_key(TrainConfig& config, const ConfigKey& key, const std::string& text) {
+  std::visit(
+      [&](auto access) {
+        using T = std::remove_reference_t<decltype(access(config))>;
+        if constexpr (std::is_same_v<T, std::string>) {
+          access(config) = text;
+        } else if constexpr (std::is_same_v<T, bool>) {
+          GRADUS_CHECK("config", text == "true" || text == "false", key.flag, " must be true or false; got '", text, "'");
+          access(config) = text == "true";
+        } else {
+          access(config) = parse_number<T>(key, text);
+        }
+      },
+      key.access);
+}
+
+std::string key_text(const TrainConfig& config, const ConfigKey& key) {
+  TrainConfig copy = config;
+  return std::visit(
+      [&](auto access) -> std::string {
+        using T = std::remove_reference_t<decltype(access(copy))>;
+        const T& value = access(copy);
+        if constexpr (std::is_same_v<T, std::string>) return value;
+        if constexpr (std::is_same_v<T, bool>) return value ? "true" : "false";
+        if constexpr (std::is_same_v<T, double>) return number_text(value);
+        if constexpr (std::is_same_v<T, std::int64_t>) return std::to_string(value);
+      },
+      key.access);
+}
+
+std::string config_toml(const TrainConfig& config) {
+  std::string text, table;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.table != table) {
+      text += (table.empty() ? "[" : "\n[") + key.table + "]\n";
+      table = key.table;
+    }
+    const std::string value = key_text(config, key);
+    const bool is_text = std::holds_alternative<ConfigKey::Access<std::string>>(key.access);
+    text += key.name + " = " + (is_text ? toml_string(value) : value) + "\n";
+  }
+  return text;
+}
+
+std::vector<std::pair<std::string, std::string>> describe_config(const TrainConfig& config) {
+  std::vector<std::pair<std::string, std::string>> rows;
+  for (const ConfigKey& key : config_keys()) rows.emplace_back(key.path(), key_text(config, key));
+  return rows;
+}
+
+void validate(const TrainConfig& config) {
+  const auto at_least = [](const char* key, std::int64_t value, std::int64_t least) {
+    GRADUS_CHECK("config", value >= least, key, " must be at least ", least, "; got ", value);
+  };
+  const auto within = [](const char* key, double value, double low, double high) {
+    GRADUS_CHECK("config", value >= low && value <= high, key, " must be between ", low, " and ", high, "; got ", value);
+  };
+  const auto one_of = [](const char* key, const std::string& value, std::initializer_list<const char*> known) {
+    const bool found = std::any_of(known.begin(), known.end(), [&](const char* name) { return value == name; });
+    std::string names;
+    for (const char* name : known) names += (names.empty() ? "" : " or ") + std::string(name);
+    GRADUS_CHECK("config", found, key, " must be ", names, "; got '", value, "'");
+  };
+  const std::string model_defect = models::defect({.vocabulary = std::max<std::int64_t>(config.data.vocabulary, 1),
+                                                   .context = config.model.context,
+                                                   .layers = config.model.layers,
+                                                   .heads = config.model.heads,
+                                                   .width = config.model.width,
+                                                   .dropout = config.model.dropout,
+                                                   .bias = config.model.bias});
+  GRADUS_CHECK("config", model_defect.empty(), "model: ", model_defect);
+  one_of("data.tokenizer", config.data.tokenizer, {"sentencepiece", "bytes"});
+  within("data.validation_ratio", config.data.validation_ratio, 0.0, 0.5);
+  at_least("train.steps", config.train.steps, 1);
+  at_least("train.batch", config.train.batch, 1);
+  at_least("train.seed", config.train.seed, 0);
+  at_least("train.threads", config.train.threads, 0);
+  at_least("train.eval_every", config.train.eval_every, 0);
+  at_least("train.eval_sequences", config.train.eval_sequences, 1);
+  at_least("train.save_every", config.train.save_every, 0);
+  at_least("train.keep", config.train.keep, 1);
+  one_of("optimizer.kind", config.optimizer.kind, {"adamw", "sgd"});
+  within("optimizer.lr", config.optimizer.lr, 0.0, 1e6);
+  at_least("optimizer.warmup", config.optimizer.warmup, 0);
+  GRADUS_CHECK("config", config.optimizer.warmup < config.train.steps, "optimizer.warmup must be below train.steps (",
+               config.train.steps, "); got ", config.optimizer.warmup);
+  within("optimizer.min_lr_ratio", config.optimizer.min_lr_ratio, 0.0, 1.0);
+  within("optimizer.clip_norm", config.optimizer.clip_norm, 0.0, 1e30);
+  if (!config.memory.limit.empty()) {
+    GRADUS_CHECK("config", base::parse_bytes(config.memory.limit) > 0, "memory.limit must be above 0; got '",
+                 config.memory.limit, "'");
+  }
+  parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
+  at_least("sample.tokens", config.sample.tokens, 0);
+  within("sample.temperature", config.sample.temperature, 0.0, 1e6);
+  at_least("sample.top_k", config.sample.top_k, 0);
+  GRADUS_CHECK("config", config.sample.tokens == 0 || !config.sample.prompt.empty(),
+               "sample.prompt must not be empty; give a text or set sample.tokens to 0");
+}
+
+}  // namespace gradus::train

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace gradus::train {
+
+/// Everything a run is made of: one tree, from which the TOML keys, the command-line flags and the
+/// report are made (see config_keys).
+struct TrainConfig {
+  struct Model {
+    std::int64_t layers = 6;
+    std::int64_t heads = 6;
+    std::int64_t width = 384;
+    std::int64_t context = 128;  ///< Tokens of a sequence.
+    double dropout = 0.1;
+    bool bias = true;
+  } model;
+  struct Data {
+    std::string corpus = "bible-kjv";  ///< As data::load_corpus takes it.
+    std::string tokenizer = "sentencepiece";
+    std::int64_t vocabulary = 2000;
+    std::string cache = "build/data";
+    double validation_ratio = 0.05;
+  } data;
+  struct Train {
+    std::int64_t steps = 200;
+    std::int64_t batch = 32;  ///< Sequences of one optimizer step: the effective batch, which no plan changes.
+    std::int64_t seed = 1;
+    std::int64_t threads = 0;  ///< 0: LibTorch's default.
+    std::string device = "cpu";
+    std::int64_t eval_every = 50;
+    std::int64_t eval_sequences = 64;
+    std::int64_t save_every = 50;
+    std::int64_t keep = 2;  ///< Training states kept on disk.
+    std::string out;        ///< Run directory; empty: runs/<name of the configuration>-<date>.
+  } train;
+  struct Optimizer {
+    std::string kind = "adamw";
+    double lr = 1e-3;
+    std::int64_t warmup = 20;
+    double min_lr_ratio = 0.1;
+    double weight_decay = 0.1;
+    double beta1 = 0.9;
+    double beta2 = 0.95;
+    double eps = 1e-8;
+    double momentum = 0.9;
+    double clip_norm = 1.0;  ///< 0: no clipping.
+  } optimizer;
+  struct Memory {
+    std::string limit;          ///< "600MiB"; empty: none.
+    std::string plan = "auto";  ///< "auto", "none", or "micro-batch=4,recompute=3".
+  } memory;
+  struct Sample {
+    std::string prompt = "In the beginning";
+    std::int64_t tokens = 80;
+    double temperature = 0.8;
+    std::int64_t top_k = 40;  ///< 0: all.
+  } sample;
+};
+
+/// One key of the configuration.
+struct ConfigKey {
+  template <typename T>
+  using Access = T& (*)(TrainConfig&);
+
+  std::string table;  ///< TOML table: "model".
+  std::string name;   ///< Key in it: "layers".
+  std::string flag;   ///< "--layers".
+  std::string help;
+  std::variant<Access<std::int64_t>, Access<double>, Access<bool>, Access<std::string>> access;
+
+  std::string path() const { return table + "." + name; }
+};
+
+/// All keys, in the order of TrainConfig. Every key is a TOML key and a flag.
+const std::vector<ConfigKey>& config_keys();
+
+/// Reads a TOML file over the defaults.
+/// @throws UserError with file and line: missing file, bad TOML, unknown key (with the nearest known one),
+///   wrong type.
+TrainConfig load_config(const std::string& path);
+
+/// Sets one key from text, as a flag does. @throws UserError on a wrong type.
+void set_key(TrainConfig& config, const ConfigKey& key, const std::string& text);
+
+/// The value of one key as text.
+std::string key_text(const TrainConfig& config, const ConfigKey& key);
+
+/// The configuration as TOML that load_config reads back to the same values.
+std::string config_toml(const TrainConfig& config);
+
+/// Every key and its value: ("model.layers", "6").
+std::vector<std::pair<std::string, std::string>> describe_config(const TrainConfig& config);
+
+/// Refuses what cannot be trained. @throws UserError that names the key, the requirement and the value.
+void validate(const TrainConfig& config);
+
+}  // namespace gradus::train

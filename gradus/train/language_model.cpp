@@ -1,0 +1,102 @@
+#include <gradus/train/language_model.h>
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <torch/nn/module.h>
+
+#include <gradus/base/error.h>
+#include <gradus/optim/adamw.h>
+#include <gradus/optim/sgd.h>
+#include <gradus/recompute/checkpoint.h>
+
+namespace gradus::train {
+
+models::Gpt make_gpt(const TrainConfig& config, std::int64_t vocabulary) {
+  return models::Gpt(models::GptOptions{.vocabulary = vocabulary,
+                                        .context = config.model.context,
+                                        .layers = config.model.layers,
+                                        .heads = config.model.heads,
+                                        .width = config.model.width,
+                                        .dropout = config.model.dropout,
+                                        .bias = config.model.bias});
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_tensors(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const auto& entry : module.named_parameters()) tensors.emplace_back(entry.key(), entry.value());
+  for (const auto& entry : module.named_buffers()) tensors.emplace_back(entry.key(), entry.value());
+  return tensors;
+}
+
+at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT, const at::Tensor& targets_BT,
+                               std::int64_t recomputed) {
+  at::Tensor x = gpt.embed(inputs_BT);
+  std::int64_t index = 0;
+  for (const auto& block : gpt.blocks()) {
+    if (index++ < recomputed) {
+      x = recompute::checkpoint([block](at::Tensor h) { return block->forward(h); }, x);
+    } else {
+      x = block->forward(x);
+    }
+  }
+  const at::Tensor logits_BTV = gpt.head(x);
+  return at::cross_entropy_loss(logits_BTV.flatten(0, 1), targets_BT.flatten());
+}
+
+double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t sequences, std::int64_t micro_batch) {
+  const at::NoGradGuard no_grad;
+  const bool was_training = gpt.is_training();
+  const data::DataPosition position = stream.position();
+  gpt.eval();
+  double sum = 0.0;
+  std::int64_t done = 0;
+  const at::Device device = gpt.parameters().front().device();
+  const auto restore = [&] {
+    gpt.train(was_training);
+    stream.seek(position);
+  };
+  try {
+    stream.seek({});
+    while (done < sequences) {
+      const data::Batch batch = stream.next();
+      for (std::int64_t at = 0; at < batch.size() && done < sequences; at += micro_batch) {
+        const std::int64_t size = std::min({micro_batch, batch.size() - at, sequences - done});
+        sum += language_model_loss(gpt, batch.inputs.narrow(0, at, size).to(device),
+                                   batch.targets.narrow(0, at, size).to(device), 0)
+                   .item<double>() *
+               static_cast<double>(size);
+        done += size;
+      }
+    }
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+  return sum / static_cast<double>(done);
+}
+
+std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& config, const torch::nn::Module& module,
+                                                 double lr) {
+  optim::ParameterGroup decayed{.parameters = {}, .lr = lr, .weight_decay = config.weight_decay};
+  optim::ParameterGroup free{.parameters = {}, .lr = lr, .weight_decay = 0.0};
+  for (const auto& entry : module.named_parameters()) {
+    optim::ParameterGroup& group = entry.value().dim() >= 2 ? decayed : free;
+    group.parameters.push_back(entry.value());
+    group.names.push_back(entry.key());
+  }
+  std::vector<optim::ParameterGroup> groups;
+  for (optim::ParameterGroup* group : {&decayed, &free}) {
+    if (!group->parameters.empty()) groups.push_back(std::move(*group));
+  }
+  if (config.kind == "sgd") {
+    return std::make_unique<optim::SGD>(std::move(groups), optim::SGDOptions{.momentum = config.momentum});
+  }
+  GRADUS_CHECK("train", config.kind == "adamw", "optimizer.kind must be adamw or sgd; got '", config.kind, "'");
+  return std::make_unique<optim::AdamW>(
+      std::move(groups), optim::AdamWOptions{.beta1 = config.beta1, .beta2 = config.beta2, .eps = config.eps});
+}
+
+}  // namespace gradus::train

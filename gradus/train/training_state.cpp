@@ -1,0 +1,167 @@
+#include <gradus/train/training_state.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+
+#include <nlohmann/json.hpp>
+
+#include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
+#include <gradus/state/atomic_file.h>
+#include <gradus/state/content_hash.h>
+#include <gradus/state/safetensors.h>
+
+namespace gradus::train {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr int kFormat = 1;
+constexpr const char* kFiles[] = {"model.safetensors", "optimizer.safetensors", "rng.safetensors"};
+
+fs::path states_directory(const std::string& run_directory) { return fs::path(run_directory) / "states"; }
+
+std::string step_name(std::int64_t step) {
+  char name[32];
+  std::snprintf(name, sizeof name, "step-%09lld", static_cast<long long>(step));
+  return name;
+}
+
+json to_json(const RunState& run) {
+  return {{"step", run.step},
+          {"epoch", run.position.epoch},
+          {"index", run.position.index},
+          {"elapsed_s", run.elapsed_s},
+          {"first_loss", run.first_loss},
+          {"last_loss", run.last_loss},
+          {"peak_bytes", run.peak_bytes},
+          {"micro_batches", run.plan.micro_batches},
+          {"recomputed", run.plan.recomputed},
+          {"memory_limit", run.memory_limit},
+          {"plan_request", run.plan_request},
+          {"plan_reason", run.plan_reason},
+          {"plain_peak_bytes", run.plain_peak_bytes}};
+}
+
+RunState from_json(const json& j) {
+  RunState run;
+  run.step = j.at("step").get<std::int64_t>();
+  run.position.epoch = j.at("epoch").get<std::int64_t>();
+  run.position.index = j.at("index").get<std::int64_t>();
+  run.elapsed_s = j.at("elapsed_s").get<double>();
+  run.first_loss = j.at("first_loss").get<double>();
+  run.last_loss = j.at("last_loss").get<double>();
+  run.peak_bytes = j.at("peak_bytes").get<std::int64_t>();
+  run.plan.micro_batches = j.at("micro_batches").get<std::int64_t>();
+  run.plan.recomputed = j.at("recomputed").get<std::int64_t>();
+  run.memory_limit = j.at("memory_limit").get<std::string>();
+  run.plan_request = j.at("plan_request").get<std::string>();
+  run.plan_reason = j.at("plan_reason").get<std::string>();
+  run.plain_peak_bytes = j.at("plain_peak_bytes").get<std::int64_t>();
+  return run;
+}
+
+std::string checksum(const fs::path& file) { return state::hash_text(state::content_hash(state::read_file(file))); }
+
+// Steps of the states in a directory, newest first.
+std::vector<fs::path> saved_directories(const fs::path& directory) {
+  std::vector<fs::path> found;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(directory, error)) {
+    if (entry.is_directory() && entry.path().filename().string().starts_with("step-")) found.push_back(entry.path());
+  }
+  std::sort(found.rbegin(), found.rend());
+  return found;
+}
+
+SavedState read_state(const fs::path& directory) {
+  const json j = json::parse(state::read_file(directory / "state.json"));
+  GRADUS_CHECK("state", j.at("format").get<int>() == kFormat, "this build reads training states of format ", kFormat,
+               "; got ", j.at("format").get<int>());
+  for (const char* file : kFiles) {
+    const std::string expected = j.at("checksums").at(file).get<std::string>();
+    const std::string got = checksum(directory / file);
+    GRADUS_CHECK("state", got == expected, (directory / file).string(), " is damaged: its checksum must be ", expected,
+                 "; got ", got);
+  }
+  return {directory.string(), from_json(j.at("run"))};
+}
+
+}  // namespace
+
+SavedState save_training_state(const std::string& run_directory, std::int64_t keep, const RunState& run,
+                               const std::vector<std::pair<std::string, at::Tensor>>& model,
+                               const optim::Optimizer& optimizer, const base::RngState& rng) {
+  // Copies made for writing are not the device's.
+  const base::ArenaScope host(base::Arena::host);
+  const fs::path directory = states_directory(run_directory);
+  fs::create_directories(directory);
+  const fs::path target = directory / step_name(run.step);
+  state::AtomicDirectory output(target.string());
+  state::save_safetensors(output.file(kFiles[0]), model, {{"format", "pt"}, {"step", std::to_string(run.step)}});
+  std::vector<state::NamedTensor> optimizer_tensors;
+  for (const auto& entry : optimizer.state()) optimizer_tensors.emplace_back(entry.name, entry.tensor);
+  state::save_safetensors(output.file(kFiles[1]), optimizer_tensors);
+  std::vector<state::NamedTensor> rng_tensors;
+  for (const at::Tensor& tensor : rng.tensors()) rng_tensors.emplace_back(std::to_string(rng_tensors.size()), tensor);
+  state::save_safetensors(output.file(kFiles[2]), rng_tensors);
+  json checksums;
+  for (const char* file : kFiles) checksums[file] = checksum(output.file(file));
+  const json content{{"format", kFormat}, {"run", to_json(run)}, {"checksums", std::move(checksums)}};
+  state::write_file_atomically(output.file("state.json"), content.dump(2) + "\n");
+  output.commit();
+
+  const std::vector<fs::path> saved = saved_directories(directory);
+  for (std::size_t i = static_cast<std::size_t>(keep); i < saved.size(); ++i) {
+    std::error_code ignored;  // an old state that stays costs disk space only
+    fs::remove_all(saved[i], ignored);
+  }
+  return {target.string(), run};
+}
+
+FoundState find_training_state(const std::string& run_directory) {
+  FoundState found;
+  const fs::path directory = states_directory(run_directory);
+  state::remove_stale_temporaries(directory.string());
+  for (const fs::path& candidate : saved_directories(directory)) {
+    try {
+      found.newest = read_state(candidate);
+      return found;
+    } catch (const std::exception& error) {
+      found.damaged.push_back(base::join(candidate.string(), ": ", error.what()));
+    }
+  }
+  return found;
+}
+
+void load_model(const SavedState& saved, const std::vector<std::pair<std::string, at::Tensor>>& model) {
+  const base::ArenaScope host(base::Arena::host);
+  state::load_into((fs::path(saved.path) / kFiles[0]).string(), model);
+}
+
+void load_optimizer(const SavedState& saved, optim::Optimizer& optimizer) {
+  std::vector<optim::NamedState> entries;
+  {
+    const base::ArenaScope host(base::Arena::host);
+    for (auto& [name, tensor] : state::load_safetensors((fs::path(saved.path) / kFiles[1]).string()).tensors) {
+      entries.push_back({name, std::move(tensor)});
+    }
+  }
+  const base::MemoryCategoryScope category(base::MemoryCategory::optimizer_state);
+  optimizer.load_state(entries);
+}
+
+void load_rng(const SavedState& saved, base::RngState& rng) {
+  const auto content = state::load_safetensors((fs::path(saved.path) / kFiles[2]).string());
+  std::vector<at::Tensor> tensors;
+  for (std::size_t i = 0; i < content.tensors.size(); ++i) {
+    const auto entry = content.tensors.find(std::to_string(i));
+    GRADUS_CHECK("state", entry != content.tensors.end(), saved.path, " must hold random state ", i, "; it is missing");
+    tensors.push_back(entry->second);
+  }
+  rng.load(tensors);
+}
+
+}  // namespace gradus::train

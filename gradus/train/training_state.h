@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <gradus/base/rng.h>
+#include <gradus/data/batches.h>
+#include <gradus/optim/optimizer.h>
+#include <gradus/train/plan.h>
+
+namespace gradus::train {
+
+/// What a run is at a step boundary, besides tensors.
+struct RunState {
+  std::int64_t step = 0;  ///< Optimizer steps done.
+  data::DataPosition position;
+  double elapsed_s = 0.0;
+  double first_loss = 0.0;
+  double last_loss = 0.0;
+  std::int64_t peak_bytes = 0;  ///< Highest of the run.
+  Plan plan;
+  std::string memory_limit;  ///< memory.limit under which the plan was made.
+  std::string plan_request;  ///< memory.plan it came from.
+  std::string plan_reason;
+  std::int64_t plain_peak_bytes = 0;
+};
+
+/// A training state on disk: a directory `states/step-000000120` of the run directory with
+/// model.safetensors, optimizer.safetensors, rng.safetensors and state.json. Directories appear whole or
+/// not at all; state.json holds the checksums of the others.
+struct SavedState {
+  std::string path;
+  RunState run;
+};
+
+/// Writes one and then removes all but the newest @p keep.
+/// @throws UserError if writing fails (full disk): earlier states still stand.
+SavedState save_training_state(const std::string& run_directory, std::int64_t keep, const RunState& run,
+                               const std::vector<std::pair<std::string, at::Tensor>>& model,
+                               const optim::Optimizer& optimizer, const base::RngState& rng);
+
+/// What find_training_state found.
+struct FoundState {
+  std::optional<SavedState> newest;     ///< The newest good one.
+  std::vector<std::string> damaged;     ///< Why newer ones were passed over.
+};
+
+/// Looks for the newest state whose files are whole; removes what killed writers left.
+FoundState find_training_state(const std::string& run_directory);
+
+/// Copies a state's weights into @p model, in place. @throws UserError on any difference of names or shapes.
+void load_model(const SavedState& state, const std::vector<std::pair<std::string, at::Tensor>>& model);
+
+/// Replaces the state of @p optimizer.
+void load_optimizer(const SavedState& state, optim::Optimizer& optimizer);
+
+/// Replaces the states in @p rng by the saved ones; restore() puts them into the generators.
+void load_rng(const SavedState& state, base::RngState& rng);
+
+}  // namespace gradus::train

@@ -1,0 +1,24 @@
+#include <tools/stop_signal.h>
+
+#include <csignal>
+
+namespace gradus::tools {
+namespace {
+
+volatile std::sig_atomic_t received = 0;
+
+void remember(int signal) {
+  received = signal;
+  std::signal(signal, SIG_DFL);
+}
+
+}  // namespace
+
+void catch_stop_signals() {
+  std::signal(SIGINT, &remember);
+  std::signal(SIGTERM, &remember);
+}
+
+int stop_signal() { return received; }
+
+}  // namespace gradus::tools
