@@ -6,4 +6,5 @@ configure_package_config_file(
   cmake/gradusConfig.cmake.in ${PROJECT_BINARY_DIR}/gradusConfig.cmake INSTALL_DESTINATION ${gradus_package_dir})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/gradusConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/gradusConfig.cmake ${PROJECT_BINARY_DIR}/gradusConfigVersion.cmake
+  ${PROJECT_SOURCE_DIR}/cmake/GradusLibTorchVersion.cmake
   DESTINATION ${gradus_package_dir})

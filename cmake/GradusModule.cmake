@@ -35,7 +35,7 @@ function(gradus_module folder)
   # DEFINE_SYMBOL would give every library a macro of its own, and so a precompiled header of its own.
   set_target_properties(${target} PROPERTIES
     EXPORT_NAME ${name} DEFINE_SYMBOL "" VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}
-    VERIFY_INTERFACE_HEADER_SETS ON INSTALL_RPATH "$ORIGIN")
+    VERIFY_INTERFACE_HEADER_SETS ON)
   gradus_use_pch(${target})
   install(TARGETS ${target} EXPORT gradusTargets
     LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}

@@ -1,7 +1,5 @@
 #include <tools/commands.h>
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -14,9 +12,13 @@
 #include <string>
 #include <vector>
 
+#include <unistd.h>
+
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
+#include <tools/info.h>
+#include <tools/stop_signal.h>
 
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
@@ -28,8 +30,6 @@
 #include <gradus/train/language_model.h>
 #include <gradus/train/trainer.h>
 #include <gradus/train/training_state.h>
-#include <tools/info.h>
-#include <tools/stop_signal.h>
 
 namespace gradus::tools {
 namespace {
@@ -55,9 +55,10 @@ void add_key_flags(CLI::App& command, FlagValues& values, const std::vector<std:
     if (std::find(tables.begin(), tables.end(), key.table) == tables.end()) continue;
     TrainConfig defaults;
     const std::string text = train::key_text(defaults, key);
-    command.add_option_function<std::string>(
-               key.flag, [&values, &key](const std::string& value) { values[key.path()] = value; },
-               key.help + (text.empty() ? "" : " [" + text + "]"))
+    command
+        .add_option_function<std::string>(
+            key.flag, [&values, &key](const std::string& value) { values[key.path()] = value; },
+            key.help + (text.empty() ? "" : " [" + text + "]"))
         ->group("Configuration (also keys of the TOML file)");
   }
 }
@@ -71,7 +72,8 @@ void apply_flags(TrainConfig& config, const FlagValues& values) {
 
 // The configuration that a finished or interrupted run was made with.
 TrainConfig run_config(const std::string& run_directory) {
-  GRADUS_CHECK("gradus", fs::is_directory(run_directory), "a run directory is required; '", run_directory, "' is none");
+  GRADUS_CHECK("gradus", fs::is_directory(run_directory), "a run directory is required; '",
+               run_directory, "' is none");
   TrainConfig config = train::load_config((fs::path(run_directory) / "config.toml").string());
   config.train.out = run_directory;
   return config;
@@ -106,24 +108,30 @@ void prepare_training(TrainArguments& arguments) {
   }
 }
 
-void print_summary(const TrainConfig& config, const train::TrainOutcome& outcome, std::ostream& out) {
+void print_summary(const TrainConfig& config, const train::TrainOutcome& outcome,
+                   std::ostream& out) {
   const auto row = [&](const char* name, const std::string& value) {
-    out << name << std::string(24 - std::min<std::size_t>(23, std::string_view(name).size()), ' ') << value << '\n';
+    out << name << std::string(24 - std::min<std::size_t>(23, std::string_view(name).size()), ' ')
+        << value << '\n';
   };
   out << '\n';
   row("plan", train::describe_plan(outcome.plan, config.train.batch, config.model.layers));
   if (outcome.plain_peak_bytes > 0) {
-    row("plain training needs", base::format_bytes(outcome.plain_peak_bytes) + " (predicted from measured steps)");
+    row("plain training needs",
+        base::format_bytes(outcome.plain_peak_bytes) + " (predicted from measured steps)");
   }
   std::string peak = base::format_bytes(outcome.peak_bytes);
   if (!config.memory.limit.empty()) {
     const std::int64_t limit = base::parse_bytes(config.memory.limit);
     row("memory limit", base::format_bytes(limit));
-    peak += base::join(" (", std::llround(100.0 * static_cast<double>(outcome.peak_bytes) / static_cast<double>(limit)),
-                       "% of the limit)");
+    peak += base::join(
+        " (",
+        std::llround(100.0 * static_cast<double>(outcome.peak_bytes) / static_cast<double>(limit)),
+        "% of the limit)");
   }
   row("measured peak", peak);
-  row("loss", base::join(outcome.first_loss, " -> ", outcome.last_loss, " in ", outcome.steps, " steps"));
+  row("loss",
+      base::join(outcome.first_loss, " -> ", outcome.last_loss, " in ", outcome.steps, " steps"));
   row("training state", outcome.state_path);
   row("report", outcome.report_path);
   if (!outcome.sample.empty()) out << "\nsample:\n" << outcome.sample << '\n';
@@ -135,7 +143,8 @@ int run_training(const TrainArguments& arguments) {
                                               .terminal = report::inspect_terminal(STDOUT_FILENO),
                                               .should_stop = [] { return stop_signal() != 0; },
                                               .date = local_time("%Y-%m-%d %H:%M")};
-  const train::TrainOutcome outcome = train::train(arguments.config, !arguments.resume.empty(), environment);
+  const train::TrainOutcome outcome =
+      train::train(arguments.config, !arguments.resume.empty(), environment);
   print_summary(arguments.config, outcome, std::cout);
   if (!outcome.interrupted) return 0;
   std::cout << "interrupted at step " << outcome.steps << "; continue with: gradus train --resume "
@@ -159,7 +168,8 @@ TrainedModel load_trained(const TrainConfig& config) {
   for (const std::string& damaged : found.damaged) {
     std::cerr << "gradus: warning: passed over a damaged training state: " << damaged << '\n';
   }
-  GRADUS_CHECK("gradus", found.newest.has_value(), config.train.out, " must hold a good training state; it holds ",
+  GRADUS_CHECK("gradus", found.newest.has_value(), config.train.out,
+               " must hold a good training state; it holds ",
                found.damaged.empty() ? "none" : "damaged ones only");
   model.state = *found.newest;
   model.gpt = train::make_gpt(config, model.tokenizer->vocabulary_size());
@@ -177,24 +187,32 @@ void prepare_run(RunArguments& arguments) {
   arguments.config = run_config(arguments.directory);
   apply_flags(arguments.config, arguments.flags);
   train::validate(arguments.config);
-  if (arguments.config.train.threads > 0) at::set_num_threads(static_cast<int>(arguments.config.train.threads));
+  if (arguments.config.train.threads > 0)
+    at::set_num_threads(static_cast<int>(arguments.config.train.threads));
 }
 
 int run_eval(const RunArguments& arguments) {
   const TrainConfig& config = arguments.config;
   TrainedModel model = load_trained(config);
   const data::PreparedTokens prepared = data::prepare_tokens(
-      config.data.corpus, {.kind = config.data.tokenizer, .vocabulary_size = config.data.vocabulary}, config.data.cache);
+      config.data.corpus,
+      {.kind = config.data.tokenizer, .vocabulary_size = config.data.vocabulary},
+      config.data.cache);
   GRADUS_CHECK("gradus", prepared.tokenizer->hash() == model.tokenizer->hash(),
                "the corpus must be the one the model was trained on; its tokenizer is another now");
-  const auto split = data::split_tokens(prepared.tokens->size(), {.validation_ratio = config.data.validation_ratio});
-  GRADUS_CHECK("gradus", !split.validation.empty(), "data.validation_ratio must be above 0 to evaluate; got 0");
-  data::BatchStream stream(prepared.tokens, split.validation,
-                           {.batch_size = 8, .sequence_length = config.model.context, .shuffle = false});
-  const std::int64_t sequences = std::min(config.train.eval_sequences, stream.sequences_per_epoch());
+  const auto split = data::split_tokens(prepared.tokens->size(),
+                                        {.validation_ratio = config.data.validation_ratio});
+  GRADUS_CHECK("gradus", !split.validation.empty(),
+               "data.validation_ratio must be above 0 to evaluate; got 0");
+  data::BatchStream stream(
+      prepared.tokens, split.validation,
+      {.batch_size = 8, .sequence_length = config.model.context, .shuffle = false});
+  const std::int64_t sequences =
+      std::min(config.train.eval_sequences, stream.sequences_per_epoch());
   const double loss = train::evaluate(*model.gpt, stream, sequences, 8);
-  std::cout << "step " << model.state.run.step << ": validation loss " << loss << " nats a token, perplexity "
-            << std::exp(loss) << " (" << sequences << " sequences of " << config.model.context << " tokens)\n";
+  std::cout << "step " << model.state.run.step << ": validation loss " << loss
+            << " nats a token, perplexity " << std::exp(loss) << " (" << sequences
+            << " sequences of " << config.model.context << " tokens)\n";
   return 0;
 }
 
@@ -253,17 +271,21 @@ void add_commands(CLI::App& app, Command& chosen) {
   app.require_subcommand(1);
   app.set_version_flag("--version", GRADUS_VERSION);
 
-  CLI::App& train_command = *app.add_subcommand("train", "Train a language model inside a memory limit");
+  CLI::App& train_command =
+      *app.add_subcommand("train", "Train a language model inside a memory limit");
   const auto train_arguments = std::make_shared<TrainArguments>();
   train_command.add_option("config", train_arguments->config_path, "Configuration (TOML)");
-  train_command.add_option("--resume", train_arguments->resume, "Continue the run in this directory");
-  add_key_flags(train_command, train_arguments->flags, {"model", "data", "train", "optimizer", "memory", "sample"});
+  train_command.add_option("--resume", train_arguments->resume,
+                           "Continue the run in this directory");
+  add_key_flags(train_command, train_arguments->flags,
+                {"model", "data", "train", "optimizer", "memory", "sample"});
   train_command.callback([=, &chosen] {
     chosen.prepare = [=] { prepare_training(*train_arguments); };
     chosen.run = [=] { return run_training(*train_arguments); };
   });
 
-  const auto add_run_command = [&](const char* name, const char* help, const std::vector<std::string>& tables,
+  const auto add_run_command = [&](const char* name, const char* help,
+                                   const std::vector<std::string>& tables,
                                    int (*run)(const RunArguments&)) {
     CLI::App& command = *app.add_subcommand(name, help);
     const auto arguments = std::make_shared<RunArguments>();
@@ -274,10 +296,13 @@ void add_commands(CLI::App& app, Command& chosen) {
       chosen.run = [=] { return run(*arguments); };
     });
   };
-  add_run_command("eval", "Validation loss of a run's last training state", {"data", "train"}, &run_eval);
-  add_run_command("sample", "Generate text with a run's last training state", {"train", "sample"}, &run_sample);
+  add_run_command("eval", "Validation loss of a run's last training state", {"data", "train"},
+                  &run_eval);
+  add_run_command("sample", "Generate text with a run's last training state", {"train", "sample"},
+                  &run_sample);
 
-  CLI::App& info_command = *app.add_subcommand("info", "Versions, devices and what this build can do");
+  CLI::App& info_command =
+      *app.add_subcommand("info", "Versions, devices and what this build can do");
   info_command.callback([&chosen] {
     chosen.run = [] {
       print_info(std::cout);
@@ -285,14 +310,16 @@ void add_commands(CLI::App& app, Command& chosen) {
     };
   });
 
-  CLI::App& launch_command = *app.add_subcommand("launch", "Start several ranks of a program on this machine");
+  CLI::App& launch_command =
+      *app.add_subcommand("launch", "Start several ranks of a program on this machine");
   const auto launch_arguments = std::make_shared<LaunchArguments>();
   launch_command.add_option("-n,--ranks", launch_arguments->ranks, "Ranks to start")->required();
   launch_command.add_option("--port", launch_arguments->port, "MASTER_PORT; 0 is a free one [0]");
-  launch_command.add_option("command", launch_arguments->command, "Program and its arguments, after --")->required();
-  launch_command.callback([=, &chosen] {
-    chosen.run = [=] { return run_launch(*launch_arguments); };
-  });
+  launch_command
+      .add_option("command", launch_arguments->command, "Program and its arguments, after --")
+      ->required();
+  launch_command.callback(
+      [=, &chosen] { chosen.run = [=] { return run_launch(*launch_arguments); }; });
 }
 
 int report_parse_error(const CLI::App& app, const CLI::ParseError& error) {

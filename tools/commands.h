@@ -9,11 +9,13 @@ class ParseError;
 
 namespace gradus::tools {
 
-inline constexpr int kRunFailed = 1;   ///< The command began and failed.
-inline constexpr int kBadUsage = 2;    ///< The command line or the configuration is wrong; nothing began.
+inline constexpr int kRunFailed = 1;  ///< The command began and failed.
+inline constexpr int kBadUsage =
+    2;  ///< The command line or the configuration is wrong; nothing began.
 
-/// What the parsed command line asks for, in two parts: `prepare` checks everything that can be known
-/// before work begins, and what it throws is bad usage; `run` does it and returns the exit code.
+/// What the parsed command line asks for, in two parts: `prepare` checks everything that can be
+/// known before work begins, and what it throws is bad usage; `run` does it and returns the exit
+/// code.
 struct Command {
   std::function<void()> prepare = [] {};
   std::function<int()> run;

@@ -16,7 +16,8 @@
 namespace gradus::tools {
 namespace {
 
-// A dtype is fast on a CPU that multiplies matrices of it in hardware; elsewhere kernels convert, or loop.
+// A dtype is fast on a CPU that multiplies matrices of it in hardware; elsewhere kernels convert,
+// or loop.
 std::string fast_cpu_dtypes() {
   const auto capabilities = at::cpu::get_cpu_capabilities();
   const auto has = [&](const char* name) {
@@ -26,7 +27,8 @@ std::string fast_cpu_dtypes() {
   std::string dtypes = "float32";
   if (has("avx512_bf16") || has("amx_bf16") || has("bf16")) dtypes += ", bfloat16";
   if (has("avx512_fp16") || has("amx_fp16") || has("fp16")) dtypes += ", float16";
-  if (has("avx512_vnni") || has("avx_vnni") || has("amx_int8") || has("amx_tile")) dtypes += ", int8";
+  if (has("avx512_vnni") || has("avx_vnni") || has("amx_int8") || has("amx_tile"))
+    dtypes += ", int8";
   return dtypes;
 }
 
@@ -45,7 +47,8 @@ void print_info(std::ostream& out) {
     }
   }
   out << "this build\n"
-      << "  trains on      cpu" << (at::getAccelerator() ? ", accelerators (never tried)" : "") << '\n'
+      << "  trains on      cpu" << (at::getAccelerator() ? ", accelerators (never tried)" : "")
+      << '\n'
       << "  memory limits  cpu, enforced\n"
       << "  distributed    c10d " <<
 #ifdef USE_C10D_GLOO

@@ -1,5 +1,4 @@
 #include <CLI/CLI.hpp>
-
 #include <tools/commands.h>
 
 int main(int argc, char** argv) {

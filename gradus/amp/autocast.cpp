@@ -43,8 +43,8 @@ AutocastState AutocastState::capture() {
   if (const auto accelerator = at::getAccelerator()) devices.push_back(*accelerator);
   for (const auto device : devices) {
     if (!at::autocast::is_autocast_available(device)) continue;
-    state.settings_.push_back(
-        {device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
+    state.settings_.push_back({device, at::autocast::is_autocast_enabled(device),
+                               at::autocast::get_autocast_dtype(device)});
   }
   state.cache_ = at::autocast::is_autocast_cache_enabled();
   return state;
@@ -58,7 +58,8 @@ void AutocastState::apply() const {
   at::autocast::set_autocast_cache_enabled(cache_);
 }
 
-AutocastStateGuard::AutocastStateGuard(const AutocastState& state) : previous_(AutocastState::capture()) {
+AutocastStateGuard::AutocastStateGuard(const AutocastState& state)
+    : previous_(AutocastState::capture()) {
   state.apply();
   at::autocast::increment_nesting();
 }

@@ -10,13 +10,14 @@ namespace gradus::amp {
 
 struct AutocastOptions {
   c10::DeviceType device = c10::DeviceType::CPU;
-  std::optional<c10::ScalarType> dtype = std::nullopt;  ///< kHalf or kBFloat16; unset keeps the device's current one.
-  bool enabled = true;                   ///< False: a region in full precision inside another guard.
-  bool cache = true;                     ///< Cast a weight once in the region, not at every use.
+  std::optional<c10::ScalarType> dtype =
+      std::nullopt;     ///< kHalf or kBFloat16; unset keeps the device's current one.
+  bool enabled = true;  ///< False: a region in full precision inside another guard.
+  bool cache = true;    ///< Cast a weight once in the region, not at every use.
 };
 
-/// Autocast for one device type while it lives, as Python's torch.autocast. Nests; the cast cache is
-/// emptied when the outermost guard ends.
+/// Autocast for one device type while it lives, as Python's torch.autocast. Nests; the cast cache
+/// is emptied when the outermost guard ends.
 /// @throws UserError if the dtype is no lower precision or the device type has no autocast.
 class [[nodiscard]] AutocastGuard {
  public:
@@ -32,7 +33,8 @@ class [[nodiscard]] AutocastGuard {
   bool previous_cache_;
 };
 
-/// This thread's autocast settings, for the CPU and this build's accelerator, to be entered again later.
+/// This thread's autocast settings, for the CPU and this build's accelerator, to be entered again
+/// later.
 class AutocastState {
  public:
   static AutocastState capture();
@@ -49,7 +51,8 @@ class AutocastState {
   bool cache_ = true;
 };
 
-/// A captured state while it lives, then the one before. Casts cached inside go when no guard is left.
+/// A captured state while it lives, then the one before. Casts cached inside go when no guard is
+/// left.
 class [[nodiscard]] AutocastStateGuard {
  public:
   explicit AutocastStateGuard(const AutocastState& state);

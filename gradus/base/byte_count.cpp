@@ -30,8 +30,10 @@ constexpr std::array<Unit, 10> kUnits{{{"B", 1.0},
 
 std::int64_t parse_bytes(std::string_view text) {
   const auto refuse = [&](const char* why) {
-    throw UserError(join("[bytes] a byte count is a number and a unit of B, kB, KiB, MB, MiB, GB, GiB, TB or TiB; got '", text,
-                         "' (", why, ")"));
+    throw UserError(
+        join("[bytes] a byte count is a number and a unit of B, kB, KiB, MB, MiB, GB, GiB, TB or "
+             "TiB; got '",
+             text, "' (", why, ")"));
   };
   double number = 0.0;
   const auto [end, status] = std::from_chars(text.data(), text.data() + text.size(), number);

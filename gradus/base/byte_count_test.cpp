@@ -18,7 +18,8 @@ TEST(ByteCountTest, ParsesBinaryAndDecimalUnits) {
 }
 
 TEST(ByteCountTest, RefusesWhatIsNoByteCount) {
-  for (const char* text : {"", "MiB", "-1MiB", "12 apples", "nan", "inf", "1e30TiB", "600mib", "1 2"}) {
+  for (const char* text :
+       {"", "MiB", "-1MiB", "12 apples", "nan", "inf", "1e30TiB", "600mib", "1 2"}) {
     SCOPED_TRACE(text);
     EXPECT_THROW(parse_bytes(text), UserError);
   }

@@ -6,7 +6,8 @@ namespace gradus::base {
 
 Clock monotonic_clock() {
   return [] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
   };
 }
 

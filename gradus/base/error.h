@@ -50,20 +50,20 @@ std::string join(const Parts&... parts) {
 
 /// Throws UserError "[component] message (failed check: condition)" unless @p condition holds.
 /// The parts after the condition state the requirement and the value got.
-#define GRADUS_CHECK(component, condition, ...)                                              \
-  do {                                                                                       \
-    if (!(condition)) {                                                                      \
-      throw ::gradus::UserError(::gradus::base::join("[", component, "] ", __VA_ARGS__,      \
-                                                     " (failed check: " #condition ")"));    \
-    }                                                                                        \
+#define GRADUS_CHECK(component, condition, ...)                                           \
+  do {                                                                                    \
+    if (!(condition)) {                                                                   \
+      throw ::gradus::UserError(::gradus::base::join("[", component, "] ", __VA_ARGS__,   \
+                                                     " (failed check: " #condition ")")); \
+    }                                                                                     \
   } while (false)
 
 /// Throws InternalError unless @p condition holds: for what only a defect of gradus can break.
-#define GRADUS_INTERNAL_CHECK(component, condition, ...)                                     \
-  do {                                                                                       \
-    if (!(condition)) {                                                                      \
-      throw ::gradus::InternalError(::gradus::base::join(                                    \
-          "[", component, "] internal error: ", __VA_ARGS__, " (failed check: " #condition   \
-          "). This is a defect of gradus; please report it."));                              \
-    }                                                                                        \
+#define GRADUS_INTERNAL_CHECK(component, condition, ...)                                      \
+  do {                                                                                        \
+    if (!(condition)) {                                                                       \
+      throw ::gradus::InternalError(::gradus::base::join(                                     \
+          "[", component, "] internal error: ", __VA_ARGS__,                                  \
+          " (failed check: " #condition "). This is a defect of gradus; please report it.")); \
+    }                                                                                         \
   } while (false)

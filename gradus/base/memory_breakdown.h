@@ -26,9 +26,15 @@ inline constexpr std::array<std::string_view, kMemoryCategoryCount> kMemoryCateg
 struct MemoryBreakdown {
   std::array<std::int64_t, kMemoryCategoryCount> bytes{};
 
-  std::int64_t& operator[](MemoryCategory category) { return bytes[static_cast<std::size_t>(category)]; }
-  std::int64_t operator[](MemoryCategory category) const { return bytes[static_cast<std::size_t>(category)]; }
-  std::int64_t total() const { return std::accumulate(bytes.begin(), bytes.end(), std::int64_t{0}); }
+  std::int64_t& operator[](MemoryCategory category) {
+    return bytes[static_cast<std::size_t>(category)];
+  }
+  std::int64_t operator[](MemoryCategory category) const {
+    return bytes[static_cast<std::size_t>(category)];
+  }
+  std::int64_t total() const {
+    return std::accumulate(bytes.begin(), bytes.end(), std::int64_t{0});
+  }
   bool operator==(const MemoryBreakdown&) const = default;
 };
 

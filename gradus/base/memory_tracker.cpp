@@ -18,6 +18,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <gradus/base/byte_count.h>
+#include <gradus/base/host_heap.h>
 
 namespace gradus::base {
 namespace {
@@ -35,7 +36,8 @@ struct Block {
   MemoryCategory category = MemoryCategory::workspace;
 
   MemoryCategory counted_as() const {
-    return saved_marks > 0 && category == MemoryCategory::workspace ? MemoryCategory::activations : category;
+    return saved_marks > 0 && category == MemoryCategory::workspace ? MemoryCategory::activations
+                                                                    : category;
   }
 };
 static_assert(sizeof(Block) <= kHeaderBytes);
@@ -130,7 +132,8 @@ std::vector<LiveBlock> largest_blocks(State& s, std::size_t count, Arena arena) 
     blocks.push_back({b->bytes, b->counted_as(), b->operator_name});
   }
   count = std::min(count, blocks.size());
-  std::partial_sort(blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(count), blocks.end(),
+  std::partial_sort(blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(count),
+                    blocks.end(),
                     [](const LiveBlock& l, const LiveBlock& r) { return l.bytes > r.bytes; });
   blocks.resize(count);
   return blocks;
@@ -141,9 +144,9 @@ std::vector<LiveBlock> largest_blocks(State& s, std::size_t count, Arena arena) 
   std::ostringstream text;
   text << "[memory] " << (arena == Arena::device ? "device" : "host") << " memory limit of "
        << format_bytes(a.limit) << " (" << a.limit << " bytes) reached: "
-       << (thread_operator != nullptr ? thread_operator : "an allocation outside any operator") << " needs "
-       << format_bytes(bytes) << " (" << bytes << " bytes) while " << format_bytes(a.live_total)
-       << " are live. By kind: ";
+       << (thread_operator != nullptr ? thread_operator : "an allocation outside any operator")
+       << " needs " << format_bytes(bytes) << " (" << bytes << " bytes) while "
+       << format_bytes(a.live_total) << " are live. By kind: ";
   const char* separator = "";
   for (std::size_t i = 0; i < kMemoryCategoryCount; ++i) {
     if (a.live.bytes[i] == 0) continue;
@@ -162,7 +165,9 @@ std::vector<LiveBlock> largest_blocks(State& s, std::size_t count, Arena arena) 
   throw MemoryLimitError(text.str(), bytes, a.live_total, a.limit);
 }
 
-Block* block_of(void* data) { return reinterpret_cast<Block*>(static_cast<char*>(data) - kHeaderBytes); }
+Block* block_of(void* data) {
+  return reinterpret_cast<Block*>(static_cast<char*>(data) - kHeaderBytes);
+}
 
 void release_block(void* data) {
   if (data == nullptr) return;
@@ -201,7 +206,8 @@ class TrackingAllocator final : public c10::Allocator {
       check_limit(s, arena, bytes);
     }
     void* memory = nullptr;
-    if (count > SIZE_MAX - kHeaderBytes || ::posix_memalign(&memory, kHeaderBytes, count + kHeaderBytes) != 0) {
+    if (count > SIZE_MAX - kHeaderBytes ||
+        ::posix_memalign(&memory, kHeaderBytes, count + kHeaderBytes) != 0) {
       throw MemoryLimitError(
           join("[memory] the operating system refused ", format_bytes(bytes), " to ",
                thread_operator != nullptr ? thread_operator : "an allocation outside any operator"),
@@ -240,8 +246,8 @@ class TrackingAllocator final : public c10::Allocator {
   }
 };
 
-// RecordFunction is LibTorch's public operator observer; unlike the op plane it needs no boxing, and it
-// sees every thread.
+// RecordFunction is LibTorch's public operator observer; unlike the op plane it needs no boxing,
+// and it sees every thread.
 struct NameContext final : at::ObserverContext {
   const char* outer = nullptr;
 };
@@ -262,6 +268,7 @@ MemoryTracker* tracker = nullptr;
 }  // namespace
 
 MemoryTracker::MemoryTracker(MemoryTrackerOptions options) {
+  keep_freed_memory();
   state().clock = std::move(options.clock);
   static TrackingAllocator* const allocator = new TrackingAllocator;
   c10::SetCPUAllocator(allocator, /*priority=*/100);
@@ -363,7 +370,8 @@ SavedMark& SavedMark::operator=(SavedMark&& other) noexcept {
 SavedMark::~SavedMark() { release(); }
 
 void SavedMark::release() {
-  // A storage may have been given other memory since (resize_); that block was freed with its marks.
+  // A storage may have been given other memory since (resize_); that block was freed with its
+  // marks.
   if (block_ != nullptr && block_of(storage_.data_ptr()) == block_) {
     State& s = state();
     const std::lock_guard lock(s.mutex);
@@ -375,8 +383,8 @@ void SavedMark::release() {
 
 MemoryLimit::MemoryLimit(MemoryLimitOptions options) {
   GRADUS_CHECK("memory", options.device_bytes >= 0 && options.host_bytes >= 0,
-               "a memory limit must be >= 0 bytes (0 is none); got device ", options.device_bytes, ", host ",
-               options.host_bytes);
+               "a memory limit must be >= 0 bytes (0 is none); got device ", options.device_bytes,
+               ", host ", options.host_bytes);
   MemoryTracker::install();
   State& s = state();
   const std::lock_guard lock(s.mutex);
@@ -395,8 +403,9 @@ OperatorNaming::OperatorNaming() {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   if (s.naming++ > 0) return;
-  s.naming_handle = at::addGlobalCallback(
-      at::RecordFunctionCallback(&enter_operator, &leave_operator).scopes({at::RecordScope::FUNCTION}));
+  s.naming_handle =
+      at::addGlobalCallback(at::RecordFunctionCallback(&enter_operator, &leave_operator)
+                                .scopes({at::RecordScope::FUNCTION}));
 }
 
 OperatorNaming::~OperatorNaming() {
@@ -412,11 +421,14 @@ DeviceMemory device_memory(c10::Device device) {
     const MemoryTracker& counted = *MemoryTracker::installed();
     return {counted.live().total(), counted.peak().total()};
   }
-  GRADUS_CHECK("memory", at::getAccelerator() == device.type(), "memory statistics exist for the CPU and for "
-               "this build's accelerator; got device ", device.str());
+  GRADUS_CHECK("memory", at::getAccelerator() == device.type(),
+               "memory statistics exist for the CPU and for "
+               "this build's accelerator; got device ",
+               device.str());
   const auto statistics = at::accelerator::getDeviceStats(device.index());
   const auto& bytes =
-      statistics.allocated_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+      statistics
+          .allocated_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
   return {bytes.current, bytes.peak};
 }
 

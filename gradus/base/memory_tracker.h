@@ -15,8 +15,8 @@ namespace gradus {
 /// An allocation would pass a memory limit. Nothing was allocated; the program may go on.
 class MemoryLimitError : public UserError {
  public:
-  MemoryLimitError(const std::string& message, std::int64_t requested_bytes, std::int64_t live_bytes,
-                   std::int64_t limit_bytes)
+  MemoryLimitError(const std::string& message, std::int64_t requested_bytes,
+                   std::int64_t live_bytes, std::int64_t limit_bytes)
       : UserError(message),
         requested_bytes(requested_bytes),
         live_bytes(live_bytes),
@@ -29,8 +29,8 @@ class MemoryLimitError : public UserError {
 
 namespace base {
 
-/// Where CPU memory is counted. On a CPU-only machine the device arena stands for the small card, the
-/// host arena for the memory beside it.
+/// Where CPU memory is counted. On a CPU-only machine the device arena stands for the small card,
+/// the host arena for the memory beside it.
 enum class Arena : std::uint8_t { device, host };
 
 struct MemoryTrackerOptions {
@@ -47,14 +47,14 @@ struct LiveBlock {
 /// Counts the bytes of all CPU tensors of the process, by arena and category, from any thread.
 ///
 /// Sizes are those that tensors ask for: no allocator overhead. Memory that kernels take elsewhere
-/// (oneDNN scratch pads, std::vector) and tensors over foreign memory (from_blob) are not seen, nor are
-/// tensors older than install(). A new block counts as workspace, or as what the thread's
+/// (oneDNN scratch pads, std::vector) and tensors over foreign memory (from_blob) are not seen, nor
+/// are tensors older than install(). A new block counts as workspace, or as what the thread's
 /// MemoryCategoryScope says, until attribute() or a SavedMark says otherwise.
 /// Thread-safe. Costs about 0.1 microseconds an allocation.
 class MemoryTracker {
  public:
-  /// Replaces LibTorch's CPU allocator for the rest of the process; later calls return the same tracker.
-  /// Call it before other threads allocate.
+  /// Replaces LibTorch's CPU allocator for the rest of the process; later calls return the same
+  /// tracker. Call it before other threads allocate.
   static MemoryTracker& install(MemoryTrackerOptions options = {});
   /// The tracker, or nullptr before install().
   static MemoryTracker* installed();
@@ -64,14 +64,15 @@ class MemoryTracker {
   MemoryBreakdown peak(Arena arena = Arena::device) const;
   void reset_peak(Arena arena = Arena::device);
 
-  /// Says what the storage of @p tensor holds. Returns false if the tracker does not own that storage.
+  /// Says what the storage of @p tensor holds. Returns false if the tracker does not own that
+  /// storage.
   bool attribute(const at::Tensor& tensor, MemoryCategory category);
 
   /// The @p count largest live blocks, largest first.
   std::vector<LiveBlock> largest(std::size_t count, Arena arena = Arena::device) const;
 
-  /// Records the device arena at every change, until stop_timeline(). At most @p max_points are kept:
-  /// neighbours are merged, the higher of two survives.
+  /// Records the device arena at every change, until stop_timeline(). At most @p max_points are
+  /// kept: neighbours are merged, the higher of two survives.
   void start_timeline(std::size_t max_points = 4096);
   MemoryTimeline stop_timeline();
 
@@ -95,7 +96,8 @@ class [[nodiscard]] MemoryCategoryScope {
   MemoryCategory previous_;
 };
 
-/// Where allocations of this thread are counted while the scope lives (the device arena by default).
+/// Where allocations of this thread are counted while the scope lives (the device arena by
+/// default).
 class [[nodiscard]] ArenaScope {
  public:
   explicit ArenaScope(Arena arena);
@@ -107,8 +109,9 @@ class [[nodiscard]] ArenaScope {
   Arena previous_;
 };
 
-/// Counts a workspace tensor as an activation for as long as at least one mark on its storage lives.
-/// Parameters, gradients, optimizer state and inputs stay what they are. Keeps the storage alive.
+/// Counts a workspace tensor as an activation for as long as at least one mark on its storage
+/// lives. Parameters, gradients, optimizer state and inputs stay what they are. Keeps the storage
+/// alive.
 class SavedMark {
  public:
   SavedMark() = default;
@@ -137,9 +140,10 @@ struct MemoryLimitOptions {
   std::int64_t host_bytes = 0;    ///< Limit of the host arena; 0 is none.
 };
 
-/// A hard limit: while it lives, an allocation past it throws MemoryLimitError, which names the operator,
-/// the limit and the largest live tensors. Installs the tracker. A nested limit replaces the outer one
-/// until it ends. While any limit lives, each operator is named at a cost of about 0.1 microseconds.
+/// A hard limit: while it lives, an allocation past it throws MemoryLimitError, which names the
+/// operator, the limit and the largest live tensors. Installs the tracker. A nested limit replaces
+/// the outer one until it ends. While any limit lives, each operator is named at a cost of about
+/// 0.1 microseconds.
 /// @throws UserError on a negative limit.
 class [[nodiscard]] MemoryLimit {
  public:

@@ -21,8 +21,12 @@ class MemoryTrackerTest : public testing::Test {
     start = tracker.live();
     start_host = tracker.live(Arena::host);
   }
-  std::int64_t grown(MemoryCategory category) const { return tracker.live()[category] - start[category]; }
-  std::int64_t peak_grown(MemoryCategory category) const { return tracker.peak()[category] - start[category]; }
+  std::int64_t grown(MemoryCategory category) const {
+    return tracker.live()[category] - start[category];
+  }
+  std::int64_t peak_grown(MemoryCategory category) const {
+    return tracker.peak()[category] - start[category];
+  }
 
   MemoryTracker& tracker = MemoryTracker::install();
   MemoryBreakdown start, start_host;

@@ -16,7 +16,8 @@ struct Entry {
 struct Registry {
   std::mutex mutex;
   std::uint64_t next_id = 1;
-  // The weak handles in NamedTensors keep a StorageImpl's address from being reused while it is a key.
+  // The weak handles in NamedTensors keep a StorageImpl's address from being reused while it is a
+  // key.
   std::unordered_map<const c10::StorageImpl*, std::vector<Entry>> entries;
 };
 
@@ -69,7 +70,8 @@ std::string tensor_name(const at::Tensor& tensor) {
 std::string describe_tensor(const at::Tensor& tensor) {
   if (!tensor.defined()) return "an undefined tensor";
   const std::string name = tensor_name(tensor);
-  return join(name.empty() ? "an unnamed tensor" : name, " (", tensor.scalar_type(), " ", tensor.sizes(), ")");
+  return join(name.empty() ? "an unnamed tensor" : name, " (", tensor.scalar_type(), " ",
+              tensor.sizes(), ")");
 }
 
 }  // namespace gradus::base

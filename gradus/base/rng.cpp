@@ -7,6 +7,7 @@
 #include <ATen/DeviceAccelerator.h>
 
 #include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
 
 namespace gradus::base {
 
@@ -19,9 +20,11 @@ RngState RngState::capture(const std::vector<at::Generator>& custom) {
     }
   }
   generators.insert(generators.end(), custom.begin(), custom.end());
+  const ArenaScope host(Arena::host);  // the state of a device's generator lives on the host too
   RngState state;
   for (at::Generator& generator : generators) {
-    GRADUS_CHECK("rng", generator.defined(), "every generator must be defined; got an undefined one");
+    GRADUS_CHECK("rng", generator.defined(),
+                 "every generator must be defined; got an undefined one");
     const std::lock_guard lock(generator.mutex());
     at::Tensor bytes = generator.get_state();
     state.states_.emplace_back(generator, std::move(bytes));
@@ -44,11 +47,12 @@ std::vector<at::Tensor> RngState::tensors() const {
 }
 
 void RngState::load(const std::vector<at::Tensor>& tensors) {
-  GRADUS_CHECK("rng", tensors.size() == states_.size(), "the saved random state must hold ", states_.size(),
-               " generators (one for the CPU and for each device here); got ", tensors.size());
+  GRADUS_CHECK("rng", tensors.size() == states_.size(), "the saved random state must hold ",
+               states_.size(), " generators (one for the CPU and for each device here); got ",
+               tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    GRADUS_CHECK("rng", tensors[i].numel() == states_[i].second.numel(), "the state of generator ", i,
-                 " must have ", states_[i].second.numel(), " bytes; got ", tensors[i].numel());
+    GRADUS_CHECK("rng", tensors[i].numel() == states_[i].second.numel(), "the state of generator ",
+                 i, " must have ", states_[i].second.numel(), " bytes; got ", tensors[i].numel());
     states_[i].second = tensors[i].clone();
   }
 }

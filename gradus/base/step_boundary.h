@@ -29,7 +29,8 @@ class StepBoundary {
   StepBoundary& operator=(const StepBoundary&) = delete;
 
   Subscription subscribe(Listener listener);
-  /// Calls every listener with the number of the step that ended. The first exception ends the round.
+  /// Calls every listener with the number of the step that ended. The first exception ends the
+  /// round.
   void notify(std::int64_t step);
 
  private:

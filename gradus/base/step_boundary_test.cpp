@@ -10,8 +10,10 @@ namespace {
 TEST(StepBoundaryTest, TellsListenersInOrderUntilTheyUnsubscribe) {
   StepBoundary boundary;
   std::vector<int> told;
-  auto first = boundary.subscribe([&](std::int64_t step) { told.push_back(static_cast<int>(step)); });
-  const auto second = boundary.subscribe([&](std::int64_t step) { told.push_back(100 + static_cast<int>(step)); });
+  auto first =
+      boundary.subscribe([&](std::int64_t step) { told.push_back(static_cast<int>(step)); });
+  const auto second =
+      boundary.subscribe([&](std::int64_t step) { told.push_back(100 + static_cast<int>(step)); });
   boundary.notify(1);
   first = StepBoundary::Subscription();
   boundary.notify(2);

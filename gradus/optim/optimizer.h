@@ -109,7 +109,7 @@ class Optimizer {
 
   /// Refuses what update cannot do (checked for all slots before any update). The default refuses
   /// nothing.
-  virtual void check_slot(const Slot& slot) const {}
+  virtual void check_slot(const Slot&) const {}
 
   const std::string& component() const { return component_; }
 

@@ -20,14 +20,16 @@ using plane::saved::Held;
 using plane::saved::Packed;
 using plane::saved::Value;
 
-// One checkpointed call: what is needed to run it again, and what the latest second run made. The graph
-// owns it through the places that stand for its saved tensors.
+// One checkpointed call: what is needed to run it again, and what the latest second run made. The
+// graph owns it through the places that stand for its saved tensors.
 class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
  public:
-  CheckpointFrame(const CheckpointOptions& options, std::function<void(std::vector<at::Tensor>)> again)
+  CheckpointFrame(const CheckpointOptions& options,
+                  std::function<void(std::vector<at::Tensor>)> again)
       : options_(options), again_(std::move(again)) {}
 
-  void run_first(std::vector<at::Tensor> inputs, const std::function<void(std::vector<at::Tensor>)>& first);
+  void run_first(std::vector<at::Tensor> inputs,
+                 const std::function<void(std::vector<at::Tensor>)>& first);
 
   /// The saved tensor number @p place, for the backward pass now running.
   at::Tensor get(std::size_t place);
@@ -74,8 +76,10 @@ class CheckpointFrame::FirstHooks final : public plane::saved::Hooks {
   std::optional<Packed> pack(const Value& value) override {
     const std::size_t place = frame_->places_.size();
     frame_->places_.push_back({value.tensor.sizes().vec(), value.tensor.scalar_type(), false, {}});
-    // Released when autograd drops the saved tensor, which ends the last copy of the function below.
-    const std::shared_ptr<void> lease(nullptr, [frame = frame_, place](void*) { frame->release(place); });
+    // Released when autograd drops the saved tensor, which ends the last copy of the function
+    // below.
+    const std::shared_ptr<void> lease(nullptr,
+                                      [frame = frame_, place](void*) { frame->release(place); });
     return Packed{{}, [frame = frame_, place, lease](auto) { return frame->get(place); }};
   }
 
@@ -92,16 +96,19 @@ class CheckpointFrame::AgainHooks final : public plane::saved::Hooks {
     if (place < frame_.places_.size()) {
       Place& wanted = frame_.places_[place];
       if (frame_.options_.check_determinism) {
-        if (value.tensor.sizes() != at::IntArrayRef(wanted.sizes) || value.tensor.scalar_type() != wanted.dtype) {
-          throw UserError(base::join("[checkpoint] a checkpointed region must save the same tensors again; number ",
-                                     place, " was ", wanted.dtype, " ", at::IntArrayRef(wanted.sizes), " and is now ",
-                                     base::describe_tensor(value.tensor)));
+        if (value.tensor.sizes() != at::IntArrayRef(wanted.sizes) ||
+            value.tensor.scalar_type() != wanted.dtype) {
+          throw UserError(base::join(
+              "[checkpoint] a checkpointed region must save the same tensors again; number ", place,
+              " was ", wanted.dtype, " ", at::IntArrayRef(wanted.sizes), " and is now ",
+              base::describe_tensor(value.tensor)));
         }
       }
       if (!wanted.released) wanted.made = value.tensor;
     }
     if (frame_.options_.early_stop && next_ >= frame_.places_.size()) replayer_.stop();
-    // The second run's own graph is never used, unless the region runs a backward pass inside itself.
+    // The second run's own graph is never used, unless the region runs a backward pass inside
+    // itself.
     return Packed{{}, [tensor = value.tensor](auto) { return tensor; }};
   }
   std::size_t count() const { return next_; }
@@ -114,7 +121,8 @@ class CheckpointFrame::AgainHooks final : public plane::saved::Hooks {
 
 void CheckpointFrame::run_first(std::vector<at::Tensor> inputs,
                                 const std::function<void(std::vector<at::Tensor>)>& first) {
-  // Through the hooks of an outer checkpoint, if any: what lies inside that one is dropped and made again too.
+  // Through the hooks of an outer checkpoint, if any: what lies inside that one is dropped and made
+  // again too.
   for (const at::Tensor& input : inputs) {
     Input& kept = inputs_.emplace_back();
     kept.defined = input.defined();
@@ -126,8 +134,8 @@ void CheckpointFrame::run_first(std::vector<at::Tensor> inputs,
   const auto recorder = std::make_shared<Recorder>(record_);
   {
     const auto watch = plane::op::push(plane::op::Order::record, recorder);
-    const auto hooks =
-        plane::saved::push(plane::saved::Order::checkpoint, std::make_shared<FirstHooks>(shared_from_this()));
+    const auto hooks = plane::saved::push(plane::saved::Order::checkpoint,
+                                          std::make_shared<FirstHooks>(shared_from_this()));
     first(inputs);
   }
   recorder->finish();
@@ -144,10 +152,10 @@ void CheckpointFrame::run_first(std::vector<at::Tensor> inputs,
 void CheckpointFrame::check_outside() const {
   for (const auto& [storage, outside] : record_.read) {
     if (outside.counter.current_version() == outside.version) continue;
-    throw UserError(base::join("[checkpoint] what a checkpointed region reads must not change before backward; ",
-                               outside.description, " was at version ", outside.version, " and is now at version ",
-                               outside.counter.current_version(),
-                               ". Change it after backward, or change a clone."));
+    throw UserError(base::join(
+        "[checkpoint] what a checkpointed region reads must not change before backward; ",
+        outside.description, " was at version ", outside.version, " and is now at version ",
+        outside.counter.current_version(), ". Change it after backward, or change a clone."));
   }
 }
 
@@ -202,9 +210,10 @@ void CheckpointFrame::run_again() {
   }
   if (again_hooks->count() < places_.size()) {
     forget();
-    throw UserError(base::join("[checkpoint] a checkpointed region must save the same tensors again; it saved ",
-                               places_.size(), " and now ", again_hooks->count(),
-                               ". Did the module switch between train() and eval()?"));
+    throw UserError(
+        base::join("[checkpoint] a checkpointed region must save the same tensors again; it saved ",
+                   places_.size(), " and now ", again_hooks->count(),
+                   ". Did the module switch between train() and eval()?"));
   }
 }
 
@@ -257,11 +266,11 @@ void run_checkpointed(const CheckpointOptions& options, std::vector<at::Tensor> 
 
 namespace gradus::recompute {
 
-at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, std::int64_t segments, at::Tensor input,
-                                 const CheckpointOptions& options) {
+at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, std::int64_t segments,
+                                 at::Tensor input, const CheckpointOptions& options) {
   const auto count = static_cast<std::int64_t>(stages.size());
-  GRADUS_CHECK("checkpoint", segments >= 1 && segments <= count, "segments must be between 1 and the number of stages (",
-               count, "); got ", segments);
+  GRADUS_CHECK("checkpoint", segments >= 1 && segments <= count,
+               "segments must be between 1 and the number of stages (", count, "); got ", segments);
   const auto run = [&stages](std::int64_t begin, std::int64_t end) {
     return [part = std::vector<Stage>(stages.begin() + begin, stages.begin() + end)](at::Tensor x) {
       for (const Stage& stage : part) x = stage(std::move(x));

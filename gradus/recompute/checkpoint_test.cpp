@@ -27,8 +27,8 @@ class CheckpointTest : public testing::Test {
   }
 };
 
-// Runs `step` (which returns the tensors to compare) plainly and checkpointed from the same random state;
-// returns "" if all bits and the final random states agree.
+// Runs `step` (which returns the tensors to compare) plainly and checkpointed from the same random
+// state; returns "" if all bits and the final random states agree.
 std::string difference(const std::function<std::vector<at::Tensor>(bool checkpointed)>& step) {
   torch::manual_seed(11);
   const auto plain = step(false);
@@ -38,8 +38,10 @@ std::string difference(const std::function<std::vector<at::Tensor>(bool checkpoi
   if (!torch::rand({3}).equal(plain_next)) return "the generator ends in another state";
   if (plain.size() != checkpointed.size()) return "another number of results";
   for (std::size_t i = 0; i < plain.size(); ++i) {
-    if (plain[i].defined() != checkpointed[i].defined()) return "result " + std::to_string(i) + " is missing";
-    if (plain[i].defined() && !plain[i].equal(checkpointed[i])) return "result " + std::to_string(i) + " differs";
+    if (plain[i].defined() != checkpointed[i].defined())
+      return "result " + std::to_string(i) + " is missing";
+    if (plain[i].defined() && !plain[i].equal(checkpointed[i]))
+      return "result " + std::to_string(i) + " differs";
   }
   return "";
 }
@@ -64,18 +66,21 @@ TEST_F(CheckpointTest, DropoutDrawsTheSameMaskAndTheGeneratorEndsAsInAPlainRun) 
 
 TEST_F(CheckpointTest, RunningStatisticsAreUpdatedOnce) {  // M2
   for (const bool backward : {true, false}) {
-    EXPECT_EQ(difference([&](bool on) {
-                torch::manual_seed(3);
-                torch::nn::BatchNorm1d norm(4);
-                torch::nn::BatchNorm1d cumulative(torch::nn::BatchNorm1dOptions(4).momentum(std::nullopt));
-                auto x = torch::randn({8, 4}).requires_grad_();
-                auto y = maybe(on, [=](at::Tensor v) mutable { return cumulative(norm(v)).tanh(); }, x);
-                if (backward) y.pow(2).sum().backward();
-                EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 1);
-                return std::vector<at::Tensor>{norm->running_mean, norm->running_var, cumulative->running_mean,
-                                               cumulative->num_batches_tracked, norm->weight.grad(), x.grad()};
-              }),
-              "");
+    EXPECT_EQ(
+        difference([&](bool on) {
+          torch::manual_seed(3);
+          torch::nn::BatchNorm1d norm(4);
+          torch::nn::BatchNorm1d cumulative(
+              torch::nn::BatchNorm1dOptions(4).momentum(std::nullopt));
+          auto x = torch::randn({8, 4}).requires_grad_();
+          auto y = maybe(on, [=](at::Tensor v) mutable { return cumulative(norm(v)).tanh(); }, x);
+          if (backward) y.pow(2).sum().backward();
+          EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 1);
+          return std::vector<at::Tensor>{norm->running_mean,       norm->running_var,
+                                         cumulative->running_mean, cumulative->num_batches_tracked,
+                                         norm->weight.grad(),      x.grad()};
+        }),
+        "");
   }
 }
 
@@ -91,27 +96,28 @@ TEST_F(CheckpointTest, AWeightGetsItsGradientThoughTheInputNeedsNone) {  // M3
 
 TEST_F(CheckpointTest, GradientsFlowThroughContainersAndResultsMayBeContainers) {  // M4
   using Pair = std::pair<at::Tensor, std::vector<at::Tensor>>;
-  EXPECT_EQ(difference([&](bool on) {
-              torch::manual_seed(5);
-              std::vector<at::Tensor> leaves;
-              for (int i = 0; i < 6; ++i) leaves.push_back(torch::randn({3}).requires_grad_());
-              const auto fn = [](std::vector<at::Tensor> a, std::tuple<at::Tensor, double> b,
-                                 std::map<std::string, at::Tensor> c, std::optional<at::Tensor> d,
-                                 std::optional<at::Tensor> none, at::Tensor undefined, int power) {
-                EXPECT_FALSE(none.has_value());
-                EXPECT_FALSE(undefined.defined());
-                auto sum = a[0] * a[1] + std::get<0>(b) * std::get<1>(b) + c.at("k").exp() + d->sin();
-                return Pair{sum.pow(power), {sum.tanh(), a[0]}};
-              };
-              Pair result = maybe(on, fn, std::vector{leaves[0], leaves[1]}, std::tuple{leaves[2], 2.5},
-                                  std::map<std::string, at::Tensor>{{"k", leaves[3]}}, std::optional{leaves[4]},
-                                  std::optional<at::Tensor>(), at::Tensor(), 2);
-              (result.first.sum() + result.second[0].sum() + result.second[1].sum()).backward();
-              std::vector<at::Tensor> gradients;
-              for (const auto& leaf : leaves) gradients.push_back(leaf.grad());
-              return gradients;
-            }),
-            "");
+  EXPECT_EQ(
+      difference([&](bool on) {
+        torch::manual_seed(5);
+        std::vector<at::Tensor> leaves;
+        for (int i = 0; i < 6; ++i) leaves.push_back(torch::randn({3}).requires_grad_());
+        const auto fn = [](std::vector<at::Tensor> a, std::tuple<at::Tensor, double> b,
+                           std::map<std::string, at::Tensor> c, std::optional<at::Tensor> d,
+                           std::optional<at::Tensor> none, at::Tensor undefined, int power) {
+          EXPECT_FALSE(none.has_value());
+          EXPECT_FALSE(undefined.defined());
+          auto sum = a[0] * a[1] + std::get<0>(b) * std::get<1>(b) + c.at("k").exp() + d->sin();
+          return Pair{sum.pow(power), {sum.tanh(), a[0]}};
+        };
+        Pair result = maybe(on, fn, std::vector{leaves[0], leaves[1]}, std::tuple{leaves[2], 2.5},
+                            std::map<std::string, at::Tensor>{{"k", leaves[3]}},
+                            std::optional{leaves[4]}, std::optional<at::Tensor>(), at::Tensor(), 2);
+        (result.first.sum() + result.second[0].sum() + result.second[1].sum()).backward();
+        std::vector<at::Tensor> gradients;
+        for (const auto& leaf : leaves) gradients.push_back(leaf.grad());
+        return gradients;
+      }),
+      "");
 }
 
 TEST_F(CheckpointTest, ASharedWeightAccumulatesOnce) {  // M5
@@ -140,7 +146,8 @@ TEST_F(CheckpointTest, AWeightChangedBeforeBackwardIsAnErrorThatNamesIt) {  // M
     const base::NamedTensors names({{"block.weight", w}});
     auto x = torch::randn({3, 3}).requires_grad_();
     // tanh(x + w) saves its output alone: no saved tensor has w's version.
-    auto loss = checkpoint([=](at::Tensor v) { return saved ? at::mm(v, w) : (v + w).tanh(); }, x).sum();
+    auto loss =
+        checkpoint([=](at::Tensor v) { return saved ? at::mm(v, w) : (v + w).tanh(); }, x).sum();
     {
       at::NoGradGuard no_grad;
       w.mul_(2);
@@ -176,20 +183,22 @@ TEST_F(CheckpointTest, AutocastIsEnteredAgainWithItsDtypeAndCacheFlag) {  // M7
                   {
                     const amp::AutocastGuard guard({.dtype = at::kBFloat16, .cache = cache});
                     linear(x);  // the cache may know the weight already
-                    y = maybe(on,
-                              [=](at::Tensor v) mutable {
-                                EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
-                                EXPECT_EQ(at::autocast::is_autocast_cache_enabled(), cache);
-                                auto h = linear(v).relu();
-                                EXPECT_EQ(h.scalar_type(), at::kBFloat16);
-                                return linear(h);
-                              },
-                              x);
+                    y = maybe(
+                        on,
+                        [=](at::Tensor v) mutable {
+                          EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
+                          EXPECT_EQ(at::autocast::is_autocast_cache_enabled(), cache);
+                          auto h = linear(v).relu();
+                          EXPECT_EQ(h.scalar_type(), at::kBFloat16);
+                          return linear(h);
+                        },
+                        x);
                     if (backward_inside) y.to(at::kFloat).pow(2).sum().backward();
                   }
                   if (!backward_inside) y.to(at::kFloat).pow(2).sum().backward();
                   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
-                  return std::vector<at::Tensor>{y.detach(), x.grad(), linear->weight.grad(), linear->bias.grad()};
+                  return std::vector<at::Tensor>{y.detach(), x.grad(), linear->weight.grad(),
+                                                 linear->bias.grad()};
                 }),
                 "");
     }
@@ -219,12 +228,13 @@ TEST_F(CheckpointTest, NestedInnerRunsThreeTimesOuterTwice) {  // M9
                 ++inner_runs;
                 return at::dropout(v.sin().exp(), 0.3, true);
               };
-              auto y = maybe(on,
-                             [&](at::Tensor v) {
-                               ++outer_runs;
-                               return maybe(on, inner, v.tanh()).sigmoid().cos();
-                             },
-                             x);
+              auto y = maybe(
+                  on,
+                  [&](at::Tensor v) {
+                    ++outer_runs;
+                    return maybe(on, inner, v.tanh()).sigmoid().cos();
+                  },
+                  x);
               y.sum().backward();
               return std::vector<at::Tensor>{x.grad()};
             }),
@@ -237,11 +247,24 @@ TEST_F(CheckpointTest, ThreeLevelsDeepEqualsPlain) {
   EXPECT_EQ(difference([&](bool on) {
               torch::manual_seed(3);
               auto x = torch::randn({4}).requires_grad_();
-              auto y = maybe(on, [=](at::Tensor a) {
-                return maybe(on, [=](at::Tensor b) {
-                  return maybe(on, [](at::Tensor c) { return at::dropout(c.exp().sin(), 0.5, true) * c; }, b.tanh()) * b;
-                }, a.sigmoid()).cos();
-              }, x);
+              auto y = maybe(
+                  on,
+                  [=](at::Tensor a) {
+                    return maybe(
+                               on,
+                               [=](at::Tensor b) {
+                                 return maybe(
+                                            on,
+                                            [](at::Tensor c) {
+                                              return at::dropout(c.exp().sin(), 0.5, true) * c;
+                                            },
+                                            b.tanh()) *
+                                        b;
+                               },
+                               a.sigmoid())
+                        .cos();
+                  },
+                  x);
               y.sum().backward();
               return std::vector<at::Tensor>{x.grad()};
             }),
@@ -281,11 +304,15 @@ TEST_F(CheckpointTest, OutsideStateThatChangesTheProgramIsAnErrorByOperator) {  
 TEST_F(CheckpointTest, AShorterSecondRunIsAnErrorWithoutEarlyStopToo) {
   auto longer = std::make_shared<bool>(true);
   auto x = torch::randn({8}).requires_grad_();
-  auto loss = checkpoint({.early_stop = false}, [=](at::Tensor v) {
-                auto y = v.exp();
-                if (*longer) y = y + 1;
-                return y;
-              }, x).sum();
+  auto loss = checkpoint(
+                  {.early_stop = false},
+                  [=](at::Tensor v) {
+                    auto y = v.exp();
+                    if (*longer) y = y + 1;
+                    return y;
+                  },
+                  x)
+                  .sum();
   *longer = false;
   EXPECT_THROW(loss.backward(), UserError);
 }
@@ -294,13 +321,17 @@ TEST_F(CheckpointTest, CustomGeneratorsAreReplayed) {
   EXPECT_EQ(difference([&](bool on) {
               auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
               auto x = torch::ones({100}).requires_grad_();
-              auto y = maybe(on, [=](at::Tensor v) {
-                return v * torch::empty_like(v.detach()).bernoulli_(0.5, generator) *
-                       torch::rand({100}, generator, at::TensorOptions());
-              }, x);
+              auto y = maybe(
+                  on,
+                  [=](at::Tensor v) {
+                    return v * torch::empty_like(v.detach()).bernoulli_(0.5, generator) *
+                           torch::rand({100}, generator, at::TensorOptions());
+                  },
+                  x);
               auto between = torch::rand({2}, generator, at::TensorOptions());
               y.sum().backward();
-              return std::vector<at::Tensor>{x.grad(), between, torch::rand({2}, generator, at::TensorOptions())};
+              return std::vector<at::Tensor>{x.grad(), between,
+                                             torch::rand({2}, generator, at::TensorOptions())};
             }),
             "");
 }
@@ -311,12 +342,15 @@ TEST_F(CheckpointTest, ARegionMayChangeItsInputAndOutsideTensorsInPlace) {
               auto x = torch::randn({6}).requires_grad_();
               auto counter = torch::zeros({1});
               auto buffer = torch::zeros({6});
-              auto y = maybe(on, [=](at::Tensor v) {
-                counter.add_(1);
-                buffer.narrow(0, 0, 3).add_(2);
-                auto z = v.relu_() * counter + buffer;
-                return z.sin() * z;
-              }, x * 2);
+              auto y = maybe(
+                  on,
+                  [=](at::Tensor v) {
+                    counter.add_(1);
+                    buffer.narrow(0, 0, 3).add_(2);
+                    auto z = v.relu_() * counter + buffer;
+                    return z.sin() * z;
+                  },
+                  x * 2);
               y.sum().backward({}, /*retain_graph=*/true);
               y.sum().backward();
               return std::vector<at::Tensor>{x.grad(), counter, buffer};
@@ -328,12 +362,17 @@ TEST_F(CheckpointTest, EarlyStopEndsTheSecondRunAndCanBeTurnedOff) {
   for (const bool early : {true, false}) {
     int tails = 0;
     auto x = torch::randn({4}).requires_grad_();
-    checkpoint({.early_stop = early}, [&](at::Tensor v) {
-      auto y = v.exp();
-      y = y + 1;  // saves nothing
-      ++tails;
-      return y + 2;
-    }, x).sum().backward();
+    checkpoint(
+        {.early_stop = early},
+        [&](at::Tensor v) {
+          auto y = v.exp();
+          y = y + 1;  // saves nothing
+          ++tails;
+          return y + 2;
+        },
+        x)
+        .sum()
+        .backward();
     EXPECT_EQ(tails, early ? 1 : 2);
   }
 }
@@ -341,10 +380,13 @@ TEST_F(CheckpointTest, EarlyStopEndsTheSecondRunAndCanBeTurnedOff) {
 TEST_F(CheckpointTest, RetainGraphRunsOnceAPass) {
   int runs = 0;
   auto x = torch::randn({4}).requires_grad_();
-  auto loss = checkpoint([&](at::Tensor v) {
-                ++runs;
-                return v.exp().sin().tanh();
-              }, x).sum();
+  auto loss = checkpoint(
+                  [&](at::Tensor v) {
+                    ++runs;
+                    return v.exp().sin().tanh();
+                  },
+                  x)
+                  .sum();
   EXPECT_EQ(runs, 1);
   loss.backward({}, true);
   EXPECT_EQ(runs, 2);
@@ -395,11 +437,15 @@ TEST_F(CheckpointTest, NoOperatorRunsMoreThanTwice) {
     ++counts[name];
     return v;
   };
-  checkpoint([&](at::Tensor v) {
-    auto a = note("exp", v.exp());
-    auto b = note("sin", a.sin());
-    return note("mul", a * b);
-  }, x).sum().backward();
+  checkpoint(
+      [&](at::Tensor v) {
+        auto a = note("exp", v.exp());
+        auto b = note("sin", a.sin());
+        return note("mul", a * b);
+      },
+      x)
+      .sum()
+      .backward();
   for (const auto& [name, count] : counts) EXPECT_LE(count, 2) << name;
   EXPECT_EQ(counts["exp"], 2);
 }
@@ -408,7 +454,13 @@ TEST_F(CheckpointTest, UnderNoGradItJustRuns) {
   at::NoGradGuard no_grad;
   int runs = 0;
   auto x = torch::randn({4}).requires_grad_();
-  EXPECT_FALSE(checkpoint([&](at::Tensor v) { ++runs; return v.exp(); }, x).requires_grad());
+  EXPECT_FALSE(checkpoint(
+                   [&](at::Tensor v) {
+                     ++runs;
+                     return v.exp();
+                   },
+                   x)
+                   .requires_grad());
   EXPECT_EQ(runs, 1);
 }
 
@@ -432,7 +484,8 @@ TEST_F(CheckpointTest, AnExceptionInEitherRunReachesTheCallerAndNothingSticks) {
 
 TEST_F(CheckpointTest, BackwardOnAnotherThreadEqualsPlain) {
   auto x = torch::randn({64}).requires_grad_();
-  auto loss = checkpoint([](at::Tensor v) { return at::dropout(v.exp(), 0.5, true).sin(); }, x).sum();
+  auto loss =
+      checkpoint([](at::Tensor v) { return at::dropout(v.exp(), 0.5, true).sin(); }, x).sum();
   std::thread([&] { loss.backward({}, true); }).join();
   const auto first = x.grad().clone();
   x.mutable_grad() = at::Tensor();
@@ -449,14 +502,18 @@ TEST_F(CheckpointTest, ModulesOfManyKindsEqualPlain) {
               torch::nn::LayerNorm norm(torch::nn::LayerNormOptions({5}));
               torch::nn::Conv1d conv(5, 5, 3);
               auto x = torch::randn({7, 2, 6}).requires_grad_();
-              auto y = maybe(on, [=](at::Tensor v) mutable {
-                auto h = std::get<0>(gru(std::get<0>(lstm(v))));
-                h = norm(h + std::get<0>(attention(h, h, h)));
-                return at::rrelu(conv(h.permute({1, 2, 0})), 0.1, 0.3, true);
-              }, x);
+              auto y = maybe(
+                  on,
+                  [=](at::Tensor v) mutable {
+                    auto h = std::get<0>(gru(std::get<0>(lstm(v))));
+                    h = norm(h + std::get<0>(attention(h, h, h)));
+                    return at::rrelu(conv(h.permute({1, 2, 0})), 0.1, 0.3, true);
+                  },
+                  x);
               y.pow(2).sum().backward();
               std::vector<at::Tensor> result{x.grad()};
-              for (auto module : {lstm->parameters(), gru->parameters(), attention->parameters(), conv->parameters()}) {
+              for (auto module : {lstm->parameters(), gru->parameters(), attention->parameters(),
+                                  conv->parameters()}) {
                 for (const auto& p : module) result.push_back(p.grad());
               }
               return result;

@@ -19,8 +19,11 @@ namespace gradus::train {
 namespace {
 
 // A captureless lambda as the accessor of one field.
-#define GRADUS_KEY(table, name, flag, help) \
-  ConfigKey { #table, #name, flag, help, +[](TrainConfig& c) -> decltype((c.table.name)) { return c.table.name; } }
+#define GRADUS_KEY(table, name, flag, help)                                      \
+  ConfigKey {                                                                    \
+    #table, #name, flag, help,                                                   \
+        +[](TrainConfig& c) -> decltype((c.table.name)) { return c.table.name; } \
+  }
 
 std::vector<ConfigKey> make_keys() {
   return {
@@ -34,32 +37,39 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(data, tokenizer, "--tokenizer", "sentencepiece or bytes"),
       GRADUS_KEY(data, vocabulary, "--vocabulary", "Tokens of a sentencepiece tokenizer"),
       GRADUS_KEY(data, cache, "--cache", "Directory for tokenised corpora"),
-      GRADUS_KEY(data, validation_ratio, "--validation-ratio", "Share of the text kept for validation"),
+      GRADUS_KEY(data, validation_ratio, "--validation-ratio",
+                 "Share of the text kept for validation"),
       GRADUS_KEY(train, steps, "--steps", "Optimizer steps of the whole run"),
-      GRADUS_KEY(train, batch, "--batch", "Sequences of one optimizer step; memory plans never change it"),
+      GRADUS_KEY(train, batch, "--batch",
+                 "Sequences of one optimizer step; memory plans never change it"),
       GRADUS_KEY(train, seed, "--seed", "Seed of weights, order and dropout"),
       GRADUS_KEY(train, threads, "--threads", "Compute threads; 0 is LibTorch's default"),
       GRADUS_KEY(train, device, "--device", "cpu, or an accelerator of this build such as cuda:0"),
       GRADUS_KEY(train, eval_every, "--eval-every", "Steps between evaluations; 0 is never"),
-      GRADUS_KEY(train, eval_sequences, "--eval-sequences", "Validation sequences of one evaluation"),
-      GRADUS_KEY(train, save_every, "--save-every", "Steps between saved training states; 0 is at the end only"),
+      GRADUS_KEY(train, eval_sequences, "--eval-sequences",
+                 "Validation sequences of one evaluation"),
+      GRADUS_KEY(train, save_every, "--save-every",
+                 "Steps between saved training states; 0 is at the end only"),
       GRADUS_KEY(train, keep, "--keep", "Training states kept on disk"),
       GRADUS_KEY(train, out, "--out", "Run directory; empty: runs/<configuration>-<date>"),
       GRADUS_KEY(optimizer, kind, "--optimizer", "adamw or sgd"),
       GRADUS_KEY(optimizer, lr, "--lr", "Peak learning rate"),
       GRADUS_KEY(optimizer, warmup, "--warmup", "Steps of linear warm-up"),
       GRADUS_KEY(optimizer, min_lr_ratio, "--min-lr-ratio", "Last learning rate over the peak"),
-      GRADUS_KEY(optimizer, weight_decay, "--weight-decay", "Weight decay of matrices (norms and biases have none)"),
+      GRADUS_KEY(optimizer, weight_decay, "--weight-decay",
+                 "Weight decay of matrices (norms and biases have none)"),
       GRADUS_KEY(optimizer, beta1, "--beta1", "AdamW's decay of the mean"),
       GRADUS_KEY(optimizer, beta2, "--beta2", "AdamW's decay of the mean square"),
       GRADUS_KEY(optimizer, eps, "--eps", "AdamW's epsilon"),
       GRADUS_KEY(optimizer, momentum, "--momentum", "SGD's momentum"),
       GRADUS_KEY(optimizer, clip_norm, "--clip-norm", "Largest gradient norm; 0 is no clipping"),
-      GRADUS_KEY(memory, limit, "--memory", "Hard limit of device memory, such as 600MiB; empty is none"),
+      GRADUS_KEY(memory, limit, "--memory",
+                 "Hard limit of device memory, such as 600MiB; empty is none"),
       GRADUS_KEY(memory, plan, "--plan", "auto, none, or micro-batch=N,recompute=N"),
       GRADUS_KEY(sample, prompt, "--prompt", "Text that the sample continues"),
       GRADUS_KEY(sample, tokens, "--sample-tokens", "Tokens to generate; 0 is no sample"),
-      GRADUS_KEY(sample, temperature, "--temperature", "Softmax temperature; 0 takes the likeliest token"),
+      GRADUS_KEY(sample, temperature, "--temperature",
+                 "Softmax temperature; 0 takes the likeliest token"),
       GRADUS_KEY(sample, top_k, "--top-k", "Choose among the k likeliest tokens; 0 is all"),
   };
 }
@@ -81,10 +91,12 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 
 [[noreturn]] void refuse_unknown(const std::string& where, const std::string& path) {
   const auto& keys = config_keys();
-  const auto nearest = std::min_element(keys.begin(), keys.end(), [&](const ConfigKey& l, const ConfigKey& r) {
-    return edit_distance(path, l.path()) < edit_distance(path, r.path());
-  });
-  throw UserError(base::join("[config] ", where, ": unknown key '", path, "'; did you mean '", nearest->path(), "'?"));
+  const auto nearest =
+      std::min_element(keys.begin(), keys.end(), [&](const ConfigKey& l, const ConfigKey& r) {
+        return edit_distance(path, l.path()) < edit_distance(path, r.path());
+      });
+  throw UserError(base::join("[config] ", where, ": unknown key '", path, "'; did you mean '",
+                             nearest->path(), "'?"));
 }
 
 std::string type_name(const ConfigKey& key) {
@@ -92,11 +104,13 @@ std::string type_name(const ConfigKey& key) {
   return kNames[key.access.index()];
 }
 
-void set_from_toml(TrainConfig& config, const ConfigKey& key, const toml::node& node, const std::string& where) {
+void set_from_toml(TrainConfig& config, const ConfigKey& key, const toml::node& node,
+                   const std::string& where) {
   const auto refuse = [&] {
     std::ostringstream value;
     value << toml::node_view<const toml::node>(node);
-    throw UserError(base::join("[config] ", where, ": ", key.path(), " must be ", type_name(key), "; got ", value.str()));
+    throw UserError(base::join("[config] ", where, ": ", key.path(), " must be ", type_name(key),
+                               "; got ", value.str()));
   };
   std::visit(
       [&](auto access) {
@@ -118,7 +132,8 @@ T parse_number(const ConfigKey& key, const std::string& text) {
   T value{};
   const auto [end, status] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (status != std::errc{} || end != text.data() + text.size()) {
-    throw UserError(base::join("[config] ", key.flag, " must be ", type_name(key), "; got '", text, "'"));
+    throw UserError(
+        base::join("[config] ", key.flag, " must be ", type_name(key), "; got '", text, "'"));
   }
   return value;
 }
@@ -146,23 +161,27 @@ const std::vector<ConfigKey>& config_keys() {
 }
 
 TrainConfig load_config(const std::string& path) {
-  GRADUS_CHECK("config", std::filesystem::is_regular_file(path), "a configuration file is required; '", path,
-               "' is not one");
+  GRADUS_CHECK("config", std::filesystem::is_regular_file(path),
+               "a configuration file is required; '", path, "' is not one");
   toml::table root;
   try {
     root = toml::parse_file(path);
   } catch (const toml::parse_error& error) {
-    throw UserError(base::join("[config] ", path, ":", error.source().begin.line, ": ", error.description()));
+    throw UserError(
+        base::join("[config] ", path, ":", error.source().begin.line, ": ", error.description()));
   }
   TrainConfig config;
   for (const auto& [table_name, table_node] : root) {
     const std::string table(table_name.str());
-    const auto where = [&](const toml::node& node) { return base::join(path, ":", node.source().begin.line); };
+    const auto where = [&](const toml::node& node) {
+      return base::join(path, ":", node.source().begin.line);
+    };
     if (!table_node.is_table()) refuse_unknown(where(table_node), table);
     for (const auto& [name, node] : *table_node.as_table()) {
       const std::string key_path = table + "." + std::string(name.str());
       const auto& keys = config_keys();
-      const auto key = std::find_if(keys.begin(), keys.end(), [&](const ConfigKey& k) { return k.path() == key_path; });
+      const auto key = std::find_if(keys.begin(), keys.end(),
+                                    [&](const ConfigKey& k) { return k.path() == key_path; });
       if (key == keys.end()) refuse_unknown(where(node), key_path);
       set_from_toml(config, *key, node, where(node));
     }
@@ -177,7 +196,8 @@ void set_key(TrainConfig& config, const ConfigKey& key, const std::string& text)
         if constexpr (std::is_same_v<T, std::string>) {
           access(config) = text;
         } else if constexpr (std::is_same_v<T, bool>) {
-          GRADUS_CHECK("config", text == "true" || text == "false", key.flag, " must be true or false; got '", text, "'");
+          GRADUS_CHECK("config", text == "true" || text == "false", key.flag,
+                       " must be true or false; got '", text, "'");
           access(config) = text == "true";
         } else {
           access(config) = parse_number<T>(key, text);
@@ -225,21 +245,25 @@ void validate(const TrainConfig& config) {
     GRADUS_CHECK("config", value >= least, key, " must be at least ", least, "; got ", value);
   };
   const auto within = [](const char* key, double value, double low, double high) {
-    GRADUS_CHECK("config", value >= low && value <= high, key, " must be between ", low, " and ", high, "; got ", value);
+    GRADUS_CHECK("config", value >= low && value <= high, key, " must be between ", low, " and ",
+                 high, "; got ", value);
   };
-  const auto one_of = [](const char* key, const std::string& value, std::initializer_list<const char*> known) {
-    const bool found = std::any_of(known.begin(), known.end(), [&](const char* name) { return value == name; });
+  const auto one_of = [](const char* key, const std::string& value,
+                         std::initializer_list<const char*> known) {
+    const bool found =
+        std::any_of(known.begin(), known.end(), [&](const char* name) { return value == name; });
     std::string names;
     for (const char* name : known) names += (names.empty() ? "" : " or ") + std::string(name);
     GRADUS_CHECK("config", found, key, " must be ", names, "; got '", value, "'");
   };
-  const std::string model_defect = models::defect({.vocabulary = std::max<std::int64_t>(config.data.vocabulary, 1),
-                                                   .context = config.model.context,
-                                                   .layers = config.model.layers,
-                                                   .heads = config.model.heads,
-                                                   .width = config.model.width,
-                                                   .dropout = config.model.dropout,
-                                                   .bias = config.model.bias});
+  const std::string model_defect =
+      models::defect({.vocabulary = std::max<std::int64_t>(config.data.vocabulary, 1),
+                      .context = config.model.context,
+                      .layers = config.model.layers,
+                      .heads = config.model.heads,
+                      .width = config.model.width,
+                      .dropout = config.model.dropout,
+                      .bias = config.model.bias});
   GRADUS_CHECK("config", model_defect.empty(), "model: ", model_defect);
   one_of("data.tokenizer", config.data.tokenizer, {"sentencepiece", "bytes"});
   within("data.validation_ratio", config.data.validation_ratio, 0.0, 0.5);
@@ -254,13 +278,14 @@ void validate(const TrainConfig& config) {
   one_of("optimizer.kind", config.optimizer.kind, {"adamw", "sgd"});
   within("optimizer.lr", config.optimizer.lr, 0.0, 1e6);
   at_least("optimizer.warmup", config.optimizer.warmup, 0);
-  GRADUS_CHECK("config", config.optimizer.warmup < config.train.steps, "optimizer.warmup must be below train.steps (",
-               config.train.steps, "); got ", config.optimizer.warmup);
+  GRADUS_CHECK("config", config.optimizer.warmup < config.train.steps,
+               "optimizer.warmup must be below train.steps (", config.train.steps, "); got ",
+               config.optimizer.warmup);
   within("optimizer.min_lr_ratio", config.optimizer.min_lr_ratio, 0.0, 1.0);
   within("optimizer.clip_norm", config.optimizer.clip_norm, 0.0, 1e30);
   if (!config.memory.limit.empty()) {
-    GRADUS_CHECK("config", base::parse_bytes(config.memory.limit) > 0, "memory.limit must be above 0; got '",
-                 config.memory.limit, "'");
+    GRADUS_CHECK("config", base::parse_bytes(config.memory.limit) > 0,
+                 "memory.limit must be above 0; got '", config.memory.limit, "'");
   }
   parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
   at_least("sample.tokens", config.sample.tokens, 0);

@@ -28,7 +28,8 @@ struct TrainConfig {
   } data;
   struct Train {
     std::int64_t steps = 200;
-    std::int64_t batch = 32;  ///< Sequences of one optimizer step: the effective batch, which no plan changes.
+    std::int64_t batch =
+        32;  ///< Sequences of one optimizer step: the effective batch, which no plan changes.
     std::int64_t seed = 1;
     std::int64_t threads = 0;  ///< 0: LibTorch's default.
     std::string device = "cpu";
@@ -80,7 +81,8 @@ struct ConfigKey {
 const std::vector<ConfigKey>& config_keys();
 
 /// Reads a TOML file over the defaults.
-/// @throws UserError with file and line: missing file, bad TOML, unknown key (with the nearest known one),
+/// @throws UserError with file and line: missing file, bad TOML, unknown key (with the nearest
+/// known one),
 ///   wrong type.
 TrainConfig load_config(const std::string& path);
 
@@ -96,7 +98,8 @@ std::string config_toml(const TrainConfig& config);
 /// Every key and its value: ("model.layers", "6").
 std::vector<std::pair<std::string, std::string>> describe_config(const TrainConfig& config);
 
-/// Refuses what cannot be trained. @throws UserError that names the key, the requirement and the value.
+/// Refuses what cannot be trained. @throws UserError that names the key, the requirement and the
+/// value.
 void validate(const TrainConfig& config);
 
 }  // namespace gradus::train

@@ -21,14 +21,15 @@ c10::Device find_device(const std::string& name) {
   try {
     device = c10::Device(name);
   } catch (const c10::Error&) {
-    throw UserError(base::join("[device] a device such as cpu or cuda:0 is required; got '", name, "'. Here: ",
-                               available_devices()));
+    throw UserError(base::join("[device] a device such as cpu or cuda:0 is required; got '", name,
+                               "'. Here: ", available_devices()));
   }
   if (device.is_cpu()) return device;
   if (!device.has_index()) device = c10::Device(device.type(), 0);
   const auto accelerator = at::getAccelerator();
-  GRADUS_CHECK("device", accelerator == device.type() && device.index() < at::accelerator::deviceCount(),
-               "this build and machine have no device ", device.str(), "; here: ", available_devices());
+  GRADUS_CHECK(
+      "device", accelerator == device.type() && device.index() < at::accelerator::deviceCount(),
+      "this build and machine have no device ", device.str(), "; here: ", available_devices());
   return device;
 }
 

@@ -25,13 +25,14 @@ models::Gpt make_gpt(const TrainConfig& config, std::int64_t vocabulary) {
 
 std::vector<std::pair<std::string, at::Tensor>> named_tensors(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  for (const auto& entry : module.named_parameters()) tensors.emplace_back(entry.key(), entry.value());
+  for (const auto& entry : module.named_parameters())
+    tensors.emplace_back(entry.key(), entry.value());
   for (const auto& entry : module.named_buffers()) tensors.emplace_back(entry.key(), entry.value());
   return tensors;
 }
 
-at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT, const at::Tensor& targets_BT,
-                               std::int64_t recomputed) {
+at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT,
+                               const at::Tensor& targets_BT, std::int64_t recomputed) {
   at::Tensor x = gpt.embed(inputs_BT);
   std::int64_t index = 0;
   for (const auto& block : gpt.blocks()) {
@@ -45,7 +46,8 @@ at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT
   return at::cross_entropy_loss(logits_BTV.flatten(0, 1), targets_BT.flatten());
 }
 
-double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t sequences, std::int64_t micro_batch) {
+double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t sequences,
+                std::int64_t micro_batch) {
   const at::NoGradGuard no_grad;
   const bool was_training = gpt.is_training();
   const data::DataPosition position = stream.position();
@@ -78,8 +80,8 @@ double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t se
   return sum / static_cast<double>(done);
 }
 
-std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& config, const torch::nn::Module& module,
-                                                 double lr) {
+std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& config,
+                                                 const torch::nn::Module& module, double lr) {
   optim::ParameterGroup decayed{.parameters = {}, .lr = lr, .weight_decay = config.weight_decay};
   optim::ParameterGroup free{.parameters = {}, .lr = lr, .weight_decay = 0.0};
   for (const auto& entry : module.named_parameters()) {
@@ -92,11 +94,14 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& c
     if (!group->parameters.empty()) groups.push_back(std::move(*group));
   }
   if (config.kind == "sgd") {
-    return std::make_unique<optim::SGD>(std::move(groups), optim::SGDOptions{.momentum = config.momentum});
+    return std::make_unique<optim::SGD>(std::move(groups),
+                                        optim::SGDOptions{.momentum = config.momentum});
   }
-  GRADUS_CHECK("train", config.kind == "adamw", "optimizer.kind must be adamw or sgd; got '", config.kind, "'");
+  GRADUS_CHECK("train", config.kind == "adamw", "optimizer.kind must be adamw or sgd; got '",
+               config.kind, "'");
   return std::make_unique<optim::AdamW>(
-      std::move(groups), optim::AdamWOptions{.beta1 = config.beta1, .beta2 = config.beta2, .eps = config.eps});
+      std::move(groups),
+      optim::AdamWOptions{.beta1 = config.beta1, .beta2 = config.beta2, .eps = config.eps});
 }
 
 }  // namespace gradus::train

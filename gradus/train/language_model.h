@@ -21,24 +21,26 @@ namespace gradus::train {
 
 // Shapes: B sequences, T tokens of each.
 
-/// The GPT of a configuration for @p vocabulary tokens, with weights drawn from the default generator.
+/// The GPT of a configuration for @p vocabulary tokens, with weights drawn from the default
+/// generator.
 models::Gpt make_gpt(const TrainConfig& config, std::int64_t vocabulary);
 
 /// Parameters and buffers by name.
 std::vector<std::pair<std::string, at::Tensor>> named_tensors(const torch::nn::Module& module);
 
-/// The mean cross-entropy of @p targets_BT, in nats a token. Keeps nothing of the first @p recomputed
-/// blocks for backward but their inputs.
-at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT, const at::Tensor& targets_BT,
-                               std::int64_t recomputed);
+/// The mean cross-entropy of @p targets_BT, in nats a token. Keeps nothing of the first @p
+/// recomputed blocks for backward but their inputs.
+at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT,
+                               const at::Tensor& targets_BT, std::int64_t recomputed);
 
 /// The mean loss of @p sequences sequences of @p stream from its start, in evaluation mode, at most
 /// @p micro_batch at a time. Leaves stream, mode and random state as they were.
-double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t sequences, std::int64_t micro_batch);
+double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t sequences,
+                std::int64_t micro_batch);
 
 /// The optimizer of a configuration: weight decay for matrices only, as is usual for transformers.
 /// @param lr  The rate it starts with; a schedule sets another before each step.
-std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& config, const torch::nn::Module& module,
-                                                 double lr);
+std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& config,
+                                                 const torch::nn::Module& module, double lr);
 
 }  // namespace gradus::train

@@ -16,7 +16,9 @@ class MarkActivations final : public plane::saved::Hooks {
     // The mark ends with the function, when autograd drops the tensor.
     auto mark = std::make_shared<base::SavedMark>(value.tensor);
     return plane::saved::Packed{{value.tensor},
-                                [mark = std::move(mark)](std::vector<at::Tensor> payload) { return std::move(payload[0]); }};
+                                [mark = std::move(mark)](std::vector<at::Tensor> payload) {
+                                  return std::move(payload[0]);
+                                }};
   }
 };
 
@@ -31,8 +33,10 @@ MemoryAttribution::MemoryAttribution(const torch::nn::Module& module) {
       tracker.attribute(leaf.grad(), MemoryCategory::gradients);
     }));
   }
-  for (const at::Tensor& buffer : module.buffers()) tracker.attribute(buffer, MemoryCategory::parameters);
-  activations_ = plane::saved::push(plane::saved::Order::observe, std::make_shared<MarkActivations>());
+  for (const at::Tensor& buffer : module.buffers())
+    tracker.attribute(buffer, MemoryCategory::parameters);
+  activations_ =
+      plane::saved::push(plane::saved::Order::observe, std::make_shared<MarkActivations>());
 }
 
 }  // namespace gradus::train

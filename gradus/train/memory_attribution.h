@@ -14,10 +14,11 @@ class Module;
 
 namespace gradus::train {
 
-/// Tells the memory tracker what the tensors of a training loop hold, while it lives: parameters and
-/// buffers of a module, gradients as they are accumulated, and what autograd saves as activations.
-/// Optimizer state and inputs are told by whoever makes them (base::MemoryCategoryScope).
-/// Costs about a microsecond a saved tensor. Only this thread's saved tensors are seen.
+/// Tells the memory tracker what the tensors of a training loop hold, while it lives: parameters
+/// and buffers of a module, gradients as they are accumulated, and what autograd saves as
+/// activations. Optimizer state and inputs are told by whoever makes them
+/// (base::MemoryCategoryScope). Costs about a microsecond a saved tensor. Only this thread's saved
+/// tensors are seen.
 class MemoryAttribution {
  public:
   explicit MemoryAttribution(const torch::nn::Module& module);

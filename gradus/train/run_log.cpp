@@ -20,7 +20,8 @@ RunLog::RunLog(const std::string& run_directory, std::int64_t first_step, std::i
                std::int64_t limit_bytes, const TrainerEnvironment& environment)
     : directory_(run_directory),
       metrics_(open_metrics(run_directory, first_step)),
-      board_(fs::path(run_directory) / "tensorboard", {.first_step = first_step == 0 ? 0 : first_step + 1}),
+      board_(fs::path(run_directory) / "tensorboard",
+             {.first_step = first_step == 0 ? 0 : first_step + 1}),
       progress_(environment.out, environment.clock,
                 {.total_steps = total_steps,
                  .first_step = first_step,
@@ -31,15 +32,19 @@ RunLog::RunLog(const std::string& run_directory, std::int64_t first_step, std::i
 
 void RunLog::step(const report::StepMetrics& metrics) {
   metrics_.append(metrics);
-  std::vector<std::pair<std::string, double>> values{{"train/loss", metrics.loss},
-                                                     {"train/lr", metrics.lr},
-                                                     {"train/grad_norm", metrics.grad_norm},
-                                                     {"train/tokens_per_s", metrics.tokens_per_s},
-                                                     {"memory/peak_bytes", static_cast<double>(metrics.peak_bytes)}};
+  std::vector<std::pair<std::string, double>> values{
+      {"train/loss", metrics.loss},
+      {"train/lr", metrics.lr},
+      {"train/grad_norm", metrics.grad_norm},
+      {"train/tokens_per_s", metrics.tokens_per_s},
+      {"memory/peak_bytes", static_cast<double>(metrics.peak_bytes)}};
   if (metrics.validation_loss) values.emplace_back("validation/loss", *metrics.validation_loss);
   board_.scalars(values, metrics.step);
   peak_bytes_ = std::max(peak_bytes_, metrics.peak_bytes);
-  progress_.update({.step = metrics.step, .loss = metrics.loss, .tokens = metrics.tokens, .peak_bytes = peak_bytes_});
+  progress_.update({.step = metrics.step,
+                    .loss = metrics.loss,
+                    .tokens = metrics.tokens,
+                    .peak_bytes = peak_bytes_});
 }
 
 std::string RunLog::write_report() {

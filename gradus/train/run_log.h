@@ -16,8 +16,8 @@ namespace gradus::train {
 class RunLog {
  public:
   /// Continues an earlier log from @p first_step (0: a new one).
-  RunLog(const std::string& run_directory, std::int64_t first_step, std::int64_t total_steps, std::int64_t limit_bytes,
-         const TrainerEnvironment& environment);
+  RunLog(const std::string& run_directory, std::int64_t first_step, std::int64_t total_steps,
+         std::int64_t limit_bytes, const TrainerEnvironment& environment);
 
   void step(const report::StepMetrics& metrics);
   void note(const std::string& text) { progress_.note(text); }

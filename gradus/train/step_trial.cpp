@@ -17,8 +17,12 @@ constexpr std::size_t kTimelinePoints = std::size_t{1} << 20;
 
 }  // namespace
 
-StepTrials::StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe, base::Clock clock)
-    : gpt_(std::move(gpt)), batch_(std::move(batch)), probe_(std::move(probe)), clock_(std::move(clock)) {}
+StepTrials::StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
+                       base::Clock clock)
+    : gpt_(std::move(gpt)),
+      batch_(std::move(batch)),
+      probe_(std::move(probe)),
+      clock_(std::move(clock)) {}
 
 StepTrials::~StepTrials() { probe_->zero_grad(); }
 
@@ -33,7 +37,8 @@ void StepTrials::micro_batch(std::int64_t size, std::int64_t recomputed) {
 }
 
 void StepTrials::make_state() {
-  for (const at::Tensor& parameter : gpt_->parameters()) parameter.mutable_grad() = at::zeros_like(parameter);
+  for (const at::Tensor& parameter : gpt_->parameters())
+    parameter.mutable_grad() = at::zeros_like(parameter);
   {
     const base::MemoryCategoryScope state(base::MemoryCategory::optimizer_state);
     probe_->step();
@@ -41,13 +46,16 @@ void StepTrials::make_state() {
   probe_->zero_grad();
 }
 
-std::optional<Trial> StepTrials::run(std::int64_t size, std::int64_t recomputed, bool accumulating) {
+std::optional<Trial> StepTrials::run(std::int64_t size, std::int64_t recomputed,
+                                     bool accumulating) {
   base::MemoryTracker& tracker = base::MemoryTracker::install();
   const base::RngGuard rng;
   try {
     if (!ready_) {
       make_state();
-      micro_batch(1, recomputed);  // kernels are compiled and caches filled at first use; not part of a step
+      micro_batch(
+          1,
+          recomputed);  // kernels are compiled and caches filled at first use; not part of a step
       probe_->zero_grad();
       ready_ = true;
     }

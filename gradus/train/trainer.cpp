@@ -46,9 +46,11 @@ struct RunData {
 
 RunData make_data(const TrainConfig& config) {
   data::PreparedTokens prepared = data::prepare_tokens(
-      config.data.corpus, {.kind = config.data.tokenizer, .vocabulary_size = config.data.vocabulary}, config.data.cache);
-  const auto split =
-      data::split_tokens(prepared.tokens->size(), {.validation_ratio = config.data.validation_ratio});
+      config.data.corpus,
+      {.kind = config.data.tokenizer, .vocabulary_size = config.data.vocabulary},
+      config.data.cache);
+  const auto split = data::split_tokens(prepared.tokens->size(),
+                                        {.validation_ratio = config.data.validation_ratio});
   data::BatchStream training(prepared.tokens, split.train,
                              {.batch_size = config.train.batch,
                               .sequence_length = config.model.context,
@@ -111,9 +113,10 @@ Run::Run(const TrainConfig& config, bool resume, const TrainerEnvironment& envir
       device_(find_device(config.train.device)),
       tracker_(base::MemoryTracker::install({.clock = environment.clock})) {
   validate(config_);
-  GRADUS_CHECK("train", device_.is_cpu() || (config_.memory.limit.empty() && config_.memory.plan != "auto"),
-               "memory limits and automatic plans work on the CPU so far; for ", device_.str(),
-               " leave memory.limit empty and set memory.plan to none or micro-batch=N,recompute=N");
+  GRADUS_CHECK(
+      "train", device_.is_cpu() || (config_.memory.limit.empty() && config_.memory.plan != "auto"),
+      "memory limits and automatic plans work on the CPU so far; for ", device_.str(),
+      " leave memory.limit empty and set memory.plan to none or micro-batch=N,recompute=N");
   if (config_.train.threads > 0) at::set_num_threads(static_cast<int>(config_.train.threads));
   open_directory();
   data_.emplace(make_data(config_));
@@ -171,21 +174,27 @@ void Run::open_directory() {
     resumed_ = std::move(found.newest);
     return;
   }
-  GRADUS_CHECK("train", !found.newest && found.damaged.empty() && !fs::exists(directory / "metrics.jsonl"),
-               directory.string(), " already holds a run; continue it with --resume, or choose another --out");
+  GRADUS_CHECK("train",
+               !found.newest && found.damaged.empty() && !fs::exists(directory / "metrics.jsonl"),
+               directory.string(),
+               " already holds a run; continue it with --resume, or choose another --out");
   std::error_code error;
   fs::create_directories(directory, error);
-  GRADUS_CHECK("train", !error, "the run directory ", directory.string(), " cannot be made: ", error.message());
+  GRADUS_CHECK("train", !error, "the run directory ", directory.string(),
+               " cannot be made: ", error.message());
 }
 
 void Run::make_plan() {
   const std::int64_t segments = config_.model.layers;
-  const PlanRequest request = parse_plan_request(config_.memory.plan, config_.train.batch, segments);
-  if (resumed_ && state_.plan_request == config_.memory.plan && state_.memory_limit == config_.memory.limit) {
+  const PlanRequest request =
+      parse_plan_request(config_.memory.plan, config_.train.batch, segments);
+  if (resumed_ && state_.plan_request == config_.memory.plan &&
+      state_.memory_limit == config_.memory.limit) {
     return;  // the same plan, or the run would not continue bit for bit
   }
   if (resumed_) {
-    environment_.out << "note: memory.limit or memory.plan changed since the state was saved; a new plan may round "
+    environment_.out << "note: memory.limit or memory.plan changed since the state was saved; a "
+                        "new plan may round "
                         "differently from here on\n";
   }
   state_.memory_limit = config_.memory.limit;
@@ -200,9 +209,11 @@ void Run::make_plan() {
     state_.plan_reason = "no memory limit: plain training";
     return;
   }
-  environment_.out << "measuring a step to fit " << base::format_bytes(limit_bytes_) << " ..." << std::endl;
+  environment_.out << "measuring a step to fit " << base::format_bytes(limit_bytes_) << " ..."
+                   << std::endl;
   const data::DataPosition position = data_->training.position();
-  StepTrials trials(gpt_, data_->training.next(), make_optimizer(config_.optimizer, *gpt_, 0.0), environment_.clock);
+  StepTrials trials(gpt_, data_->training.next(), make_optimizer(config_.optimizer, *gpt_, 0.0),
+                    environment_.clock);
   data_->training.seek(position);
   const PlanChoice choice =
       choose_plan(config_.train.batch, segments, limit_bytes_,
@@ -217,7 +228,8 @@ void Run::make_plan() {
 void Run::start_log() {
   log_.emplace(config_.train.out, state_.step, config_.train.steps, limit_bytes_, environment_);
   if (!resumed_) {
-    state::write_file_atomically((fs::path(config_.train.out) / "config.toml").string(), config_toml(config_));
+    state::write_file_atomically((fs::path(config_.train.out) / "config.toml").string(),
+                                 config_toml(config_));
     data_->prepared.tokenizer->save((fs::path(config_.train.out) / "tokenizer").string());
   }
   std::int64_t parameters = 0;
@@ -226,8 +238,9 @@ void Run::start_log() {
   report::ReportData& report = log_->report();
   report.title = base::join("GPT on ", config_.data.corpus);
   report.created = environment_.date;
-  report.model = base::join("GPT, ", model.layers, " layers, width ", model.width, ", ", model.heads, " heads, context ",
-                            model.context, ", vocabulary ", data_->prepared.tokenizer->vocabulary_size());
+  report.model = base::join("GPT, ", model.layers, " layers, width ", model.width, ", ",
+                            model.heads, " heads, context ", model.context, ", vocabulary ",
+                            data_->prepared.tokenizer->vocabulary_size());
   report.parameter_count = parameters;
   report.plan = describe_plan(state_.plan, config_.train.batch, model.layers);
   report.plan_reason = state_.plan_reason;
@@ -237,14 +250,15 @@ void Run::start_log() {
   report.segments = model.layers;
   report.limit_bytes = limit_bytes_;
   report.plain_peak_bytes = state_.plain_peak_bytes;
-  report.plain_source = "predicted from measured steps of one and two sequences";
+  report.plain_source = "predicted from measured steps of two and three sequences";
   report.configuration = describe_config(config_);
   report.environment = {{"LibTorch", TORCH_VERSION},
                         {"threads", std::to_string(at::get_num_threads())},
                         {"device", device_.str()}};
   environment_.out << report.model << ", " << parameters << " parameters\n"
                    << "plan: " << report.plan << ": " << report.plan_reason << '\n';
-  if (resumed_) environment_.out << "resumed from " << resumed_->path << " at step " << state_.step << '\n';
+  if (resumed_)
+    environment_.out << "resumed from " << resumed_->path << " at step " << state_.step << '\n';
   environment_.out << std::flush;
 }
 
@@ -265,7 +279,8 @@ bool Run::step() {
   const data::DataPosition position_before = data_->training.position();
   const double start = environment_.clock();
   // The first step of a process makes the optimizer's state; the second one is like all others.
-  const bool timeline = log_->report().step_timeline.empty() && !optimizer_->state_tensors().empty();
+  const bool timeline =
+      log_->report().step_timeline.empty() && !optimizer_->state_tensors().empty();
   tracker_.reset_peak();
   if (timeline) tracker_.start_timeline();
 
@@ -275,7 +290,8 @@ bool Run::step() {
   const std::vector<std::int64_t> sizes = state_.plan.sizes(batch.size());
   std::int64_t at = 0;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    if (timeline) record_timeline(static_cast<std::int64_t>(i), static_cast<std::int64_t>(sizes.size()));
+    if (timeline)
+      record_timeline(static_cast<std::int64_t>(i), static_cast<std::int64_t>(sizes.size()));
     at::Tensor inputs, targets;
     {
       const base::MemoryCategoryScope category(MemoryCategory::inputs);
@@ -297,22 +313,26 @@ bool Run::step() {
       return false;
     }
   }
-  if (timeline) record_timeline(static_cast<std::int64_t>(sizes.size()), static_cast<std::int64_t>(sizes.size()));
+  if (timeline)
+    record_timeline(static_cast<std::int64_t>(sizes.size()),
+                    static_cast<std::int64_t>(sizes.size()));
   const accumulate::WindowResult result = window_->finish();
   if (!std::isfinite(result.loss)) {
     optimizer_->zero_grad();
     data_->training.seek(position_before);
     rng_before.restore();
     save();
-    throw UserError(base::join("[train] the loss must stay finite; it is ", result.loss, " at step ", state_.step + 1,
-                               ". The state before that step is saved; resume with a lower --lr or --clip-norm"));
+    throw UserError(base::join(
+        "[train] the loss must stay finite; it is ", result.loss, " at step ", state_.step + 1,
+        ". The state before that step is saved; resume with a lower --lr or --clip-norm"));
   }
   report::StepMetrics metrics;
   metrics.lr = schedule_(state_.step);
   optimizer_->set_learning_rate(metrics.lr);
-  metrics.grad_norm = config_.optimizer.clip_norm > 0.0
-                          ? optim::clip_gradient_norm(gpt_->parameters(), config_.optimizer.clip_norm)
-                          : optim::gradient_norm(gpt_->parameters());
+  metrics.grad_norm =
+      config_.optimizer.clip_norm > 0.0
+          ? optim::clip_gradient_norm(gpt_->parameters(), config_.optimizer.clip_norm)
+          : optim::gradient_norm(gpt_->parameters());
   {
     const base::MemoryCategoryScope category(MemoryCategory::optimizer_state);
     optimizer_->step();
@@ -342,7 +362,8 @@ bool Run::step() {
   metrics.loss = result.loss;
   metrics.tokens = tokens;
   metrics.tokens_per_s = static_cast<double>(tokens) / std::max(environment_.clock() - start, 1e-9);
-  if (config_.train.eval_every > 0 && (state_.step % config_.train.eval_every == 0 || state_.step == config_.train.steps)) {
+  if (config_.train.eval_every > 0 &&
+      (state_.step % config_.train.eval_every == 0 || state_.step == config_.train.steps)) {
     metrics.validation_loss = evaluate_now();
   }
   metrics.elapsed_s = elapsed();
@@ -355,7 +376,8 @@ std::optional<double> Run::evaluate_now() {
   if (!data_->validation) return std::nullopt;
   const std::int64_t sequences =
       std::min(config_.train.eval_sequences, data_->validation->sequences_per_epoch());
-  const double loss = evaluate(*gpt_, *data_->validation, sequences, state_.plan.largest(config_.train.batch));
+  const double loss =
+      evaluate(*gpt_, *data_->validation, sequences, state_.plan.largest(config_.train.batch));
   log_->note(base::join("step ", state_.step, ": validation loss ", loss));
   return loss;
 }
@@ -363,8 +385,8 @@ std::optional<double> Run::evaluate_now() {
 void Run::save() {
   state_.elapsed_s = elapsed();
   state_.position = data_->training.position();
-  saved_path_ = save_training_state(config_.train.out, config_.train.keep, state_, named_tensors(*gpt_), *optimizer_,
-                                    base::RngState::capture())
+  saved_path_ = save_training_state(config_.train.out, config_.train.keep, state_,
+                                    named_tensors(*gpt_), *optimizer_, base::RngState::capture())
                     .path;
   saved_step_ = state_.step;
 }
@@ -385,7 +407,8 @@ TrainOutcome Run::execute() {
   TrainOutcome outcome;
   while (state_.step < config_.train.steps && !outcome.interrupted) {
     outcome.interrupted = environment_.should_stop() || !step();
-    if (!outcome.interrupted && config_.train.save_every > 0 && state_.step % config_.train.save_every == 0) {
+    if (!outcome.interrupted && config_.train.save_every > 0 &&
+        state_.step % config_.train.save_every == 0) {
       save();
       summarise(outcome);
     }

@@ -16,11 +16,11 @@ namespace gradus::train {
 
 /// What a trainer uses of the world around it.
 struct TrainerEnvironment {
-  std::ostream& out;                            ///< Progress and summary.
-  report::TerminalTraits terminal;              ///< What @ref out is.
+  std::ostream& out;                ///< Progress and summary.
+  report::TerminalTraits terminal;  ///< What @ref out is.
   base::Clock clock = base::monotonic_clock();
   std::function<bool()> should_stop = [] { return false; };  ///< Asked after every micro-batch.
-  std::string date;                             ///< Shown in the report: "2026-11-29 19:30".
+  std::string date;  ///< Shown in the report: "2026-11-29 19:30".
 };
 
 struct TrainOutcome {
@@ -31,19 +31,20 @@ struct TrainOutcome {
   std::int64_t peak_bytes = 0;        ///< Highest of the run's steps.
   std::int64_t plain_peak_bytes = 0;  ///< Predicted for plain training; 0 if unknown.
   Plan plan;
-  std::string state_path;             ///< The last training state.
+  std::string state_path;  ///< The last training state.
   std::string report_path;
   std::string sample;
 };
 
 /// Trains a language model as a configuration says, inside its memory limit.
 ///
-/// The run directory (train.out) holds config.toml, tokenizer, metrics.jsonl, TensorBoard events, report.html
-/// and the last training states. With @p resume the run continues from its newest good state as if it had
-/// never stopped, bit for bit, as long as plan and thread count are the same.
-/// @throws UserError on bad input, on a memory limit below what the model needs, on a run directory that is
-///   in use (without resume) or empty (with it), when the loss is no longer finite, and when the disk is full;
-///   what was saved before stands.
+/// The run directory (train.out) holds config.toml, tokenizer, metrics.jsonl, TensorBoard events,
+/// report.html and the last training states. With @p resume the run continues from its newest good
+/// state as if it had never stopped, bit for bit, as long as plan and thread count are the same.
+/// @throws UserError on bad input, on a memory limit below what the model needs, on a run directory
+/// that is
+///   in use (without resume) or empty (with it), when the loss is no longer finite, and when the
+///   disk is full; what was saved before stands.
 TrainOutcome train(const TrainConfig& config, bool resume, const TrainerEnvironment& environment);
 
 }  // namespace gradus::train

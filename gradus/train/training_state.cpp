@@ -21,7 +21,9 @@ using nlohmann::json;
 constexpr int kFormat = 1;
 constexpr const char* kFiles[] = {"model.safetensors", "optimizer.safetensors", "rng.safetensors"};
 
-fs::path states_directory(const std::string& run_directory) { return fs::path(run_directory) / "states"; }
+fs::path states_directory(const std::string& run_directory) {
+  return fs::path(run_directory) / "states";
+}
 
 std::string step_name(std::int64_t step) {
   char name[32];
@@ -63,14 +65,17 @@ RunState from_json(const json& j) {
   return run;
 }
 
-std::string checksum(const fs::path& file) { return state::hash_text(state::content_hash(state::read_file(file))); }
+std::string checksum(const fs::path& file) {
+  return state::hash_text(state::content_hash(state::read_file(file)));
+}
 
 // Steps of the states in a directory, newest first.
 std::vector<fs::path> saved_directories(const fs::path& directory) {
   std::vector<fs::path> found;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(directory, error)) {
-    if (entry.is_directory() && entry.path().filename().string().starts_with("step-")) found.push_back(entry.path());
+    if (entry.is_directory() && entry.path().filename().string().starts_with("step-"))
+      found.push_back(entry.path());
   }
   std::sort(found.rbegin(), found.rend());
   return found;
@@ -78,20 +83,22 @@ std::vector<fs::path> saved_directories(const fs::path& directory) {
 
 SavedState read_state(const fs::path& directory) {
   const json j = json::parse(state::read_file(directory / "state.json"));
-  GRADUS_CHECK("state", j.at("format").get<int>() == kFormat, "this build reads training states of format ", kFormat,
-               "; got ", j.at("format").get<int>());
+  GRADUS_CHECK("state", j.at("format").get<int>() == kFormat,
+               "this build reads training states of format ", kFormat, "; got ",
+               j.at("format").get<int>());
   for (const char* file : kFiles) {
     const std::string expected = j.at("checksums").at(file).get<std::string>();
     const std::string got = checksum(directory / file);
-    GRADUS_CHECK("state", got == expected, (directory / file).string(), " is damaged: its checksum must be ", expected,
-                 "; got ", got);
+    GRADUS_CHECK("state", got == expected, (directory / file).string(),
+                 " is damaged: its checksum must be ", expected, "; got ", got);
   }
   return {directory.string(), from_json(j.at("run"))};
 }
 
 }  // namespace
 
-SavedState save_training_state(const std::string& run_directory, std::int64_t keep, const RunState& run,
+SavedState save_training_state(const std::string& run_directory, std::int64_t keep,
+                               const RunState& run,
                                const std::vector<std::pair<std::string, at::Tensor>>& model,
                                const optim::Optimizer& optimizer, const base::RngState& rng) {
   // Copies made for writing are not the device's.
@@ -100,16 +107,20 @@ SavedState save_training_state(const std::string& run_directory, std::int64_t ke
   fs::create_directories(directory);
   const fs::path target = directory / step_name(run.step);
   state::AtomicDirectory output(target.string());
-  state::save_safetensors(output.file(kFiles[0]), model, {{"format", "pt"}, {"step", std::to_string(run.step)}});
+  state::save_safetensors(output.file(kFiles[0]), model,
+                          {{"format", "pt"}, {"step", std::to_string(run.step)}});
   std::vector<state::NamedTensor> optimizer_tensors;
-  for (const auto& entry : optimizer.state()) optimizer_tensors.emplace_back(entry.name, entry.tensor);
+  for (const auto& entry : optimizer.state())
+    optimizer_tensors.emplace_back(entry.name, entry.tensor);
   state::save_safetensors(output.file(kFiles[1]), optimizer_tensors);
   std::vector<state::NamedTensor> rng_tensors;
-  for (const at::Tensor& tensor : rng.tensors()) rng_tensors.emplace_back(std::to_string(rng_tensors.size()), tensor);
+  for (const at::Tensor& tensor : rng.tensors())
+    rng_tensors.emplace_back(std::to_string(rng_tensors.size()), tensor);
   state::save_safetensors(output.file(kFiles[2]), rng_tensors);
   json checksums;
   for (const char* file : kFiles) checksums[file] = checksum(output.file(file));
-  const json content{{"format", kFormat}, {"run", to_json(run)}, {"checksums", std::move(checksums)}};
+  const json content{
+      {"format", kFormat}, {"run", to_json(run)}, {"checksums", std::move(checksums)}};
   state::write_file_atomically(output.file("state.json"), content.dump(2) + "\n");
   output.commit();
 
@@ -136,7 +147,8 @@ FoundState find_training_state(const std::string& run_directory) {
   return found;
 }
 
-void load_model(const SavedState& saved, const std::vector<std::pair<std::string, at::Tensor>>& model) {
+void load_model(const SavedState& saved,
+                const std::vector<std::pair<std::string, at::Tensor>>& model) {
   const base::ArenaScope host(base::Arena::host);
   state::load_into((fs::path(saved.path) / kFiles[0]).string(), model);
 }
@@ -145,7 +157,8 @@ void load_optimizer(const SavedState& saved, optim::Optimizer& optimizer) {
   std::vector<optim::NamedState> entries;
   {
     const base::ArenaScope host(base::Arena::host);
-    for (auto& [name, tensor] : state::load_safetensors((fs::path(saved.path) / kFiles[1]).string()).tensors) {
+    for (auto& [name, tensor] :
+         state::load_safetensors((fs::path(saved.path) / kFiles[1]).string()).tensors) {
       entries.push_back({name, std::move(tensor)});
     }
   }
@@ -158,7 +171,8 @@ void load_rng(const SavedState& saved, base::RngState& rng) {
   std::vector<at::Tensor> tensors;
   for (std::size_t i = 0; i < content.tensors.size(); ++i) {
     const auto entry = content.tensors.find(std::to_string(i));
-    GRADUS_CHECK("state", entry != content.tensors.end(), saved.path, " must hold random state ", i, "; it is missing");
+    GRADUS_CHECK("state", entry != content.tensors.end(), saved.path, " must hold random state ", i,
+                 "; it is missing");
     tensors.push_back(entry->second);
   }
   rng.load(tensors);

@@ -31,8 +31,8 @@ struct RunState {
 };
 
 /// A training state on disk: a directory `states/step-000000120` of the run directory with
-/// model.safetensors, optimizer.safetensors, rng.safetensors and state.json. Directories appear whole or
-/// not at all; state.json holds the checksums of the others.
+/// model.safetensors, optimizer.safetensors, rng.safetensors and state.json. Directories appear
+/// whole or not at all; state.json holds the checksums of the others.
 struct SavedState {
   std::string path;
   RunState run;
@@ -40,21 +40,24 @@ struct SavedState {
 
 /// Writes one and then removes all but the newest @p keep.
 /// @throws UserError if writing fails (full disk): earlier states still stand.
-SavedState save_training_state(const std::string& run_directory, std::int64_t keep, const RunState& run,
+SavedState save_training_state(const std::string& run_directory, std::int64_t keep,
+                               const RunState& run,
                                const std::vector<std::pair<std::string, at::Tensor>>& model,
                                const optim::Optimizer& optimizer, const base::RngState& rng);
 
 /// What find_training_state found.
 struct FoundState {
-  std::optional<SavedState> newest;     ///< The newest good one.
-  std::vector<std::string> damaged;     ///< Why newer ones were passed over.
+  std::optional<SavedState> newest;  ///< The newest good one.
+  std::vector<std::string> damaged;  ///< Why newer ones were passed over.
 };
 
 /// Looks for the newest state whose files are whole; removes what killed writers left.
 FoundState find_training_state(const std::string& run_directory);
 
-/// Copies a state's weights into @p model, in place. @throws UserError on any difference of names or shapes.
-void load_model(const SavedState& state, const std::vector<std::pair<std::string, at::Tensor>>& model);
+/// Copies a state's weights into @p model, in place. @throws UserError on any difference of names
+/// or shapes.
+void load_model(const SavedState& state,
+                const std::vector<std::pair<std::string, at::Tensor>>& model);
 
 /// Replaces the state of @p optimizer.
 void load_optimizer(const SavedState& state, optim::Optimizer& optimizer);

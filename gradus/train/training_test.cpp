@@ -1,1 +1,288 @@
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <sstream>
+
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <gradus/base/byte_count.h>
+#include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
+#include <gradus/optim/adamw.h>
+#include <gradus/report/metrics.h>
+#include <gradus/train/generate.h>
+#include <gradus/train/language_model.h>
+#include <gradus/train/memory_attribution.h>
+#include <gradus/train/step_trial.h>
+#include <gradus/train/trainer.h>
+#include <gradus/train/training_state.h>
+
+namespace gradus::train {
+namespace {
+
+namespace fs = std::filesystem;
+using base::MemoryCategory;
+
+class TrainingTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    at::set_num_threads(1);
+    directory =
+        fs::temp_directory_path() / ("gradus_training_test_" + std::to_string(::getpid()) + "_" +
+                                     testing::UnitTest::GetInstance()->current_test_info()->name());
+    fs::remove_all(directory);
+    fs::create_directories(directory);
+    std::mt19937 random(1);
+    std::ofstream text(directory / "corpus.txt");
+    const char* words[] = {"in", "the", "beginning", "was", "word", "and", "light", "earth"};
+    for (int i = 0; i < 4000; ++i) text << words[random() % 8] << (i % 9 == 8 ? ".\n" : " ");
+  }
+  void TearDown() override { fs::remove_all(directory); }
+
+  TrainConfig tiny(const std::string& out) const {
+    TrainConfig config;
+    config.model = {
+        .layers = 3, .heads = 2, .width = 32, .context = 32, .dropout = 0.1, .bias = true};
+    config.data = {.corpus = "file:" + (directory / "corpus.txt").string(),
+                   .tokenizer = "bytes",
+                   .vocabulary = 256,
+                   .cache = (directory / "cache").string(),
+                   .validation_ratio = 0.1};
+    config.train = {.steps = 8,
+                    .batch = 8,
+                    .seed = 3,
+                    .threads = 1,
+                    .device = "cpu",
+                    .eval_every = 4,
+                    .eval_sequences = 4,
+                    .save_every = 0,
+                    .keep = 2,
+                    .out = (directory / out).string()};
+    config.optimizer.warmup = 2;
+    config.sample.tokens = 0;
+    return config;
+  }
+  TrainOutcome run(const TrainConfig& config, bool resume = false,
+                   int stop_after_micro_batches = -1) {
+    std::ostringstream out;
+    int asked = 0;
+    TrainerEnvironment environment{
+        .out = out,
+        .terminal = {},
+        .should_stop =
+            [&] { return stop_after_micro_batches >= 0 && ++asked > stop_after_micro_batches; },
+        .date = "today"};
+    return train(config, resume, environment);
+  }
+  std::vector<report::StepMetrics> metrics(const TrainConfig& config) const {
+    return report::read_metrics(fs::path(config.train.out) / "metrics.jsonl");
+  }
+  static std::vector<double> losses(const std::vector<report::StepMetrics>& metrics) {
+    std::vector<double> result;
+    for (const auto& step : metrics) result.push_back(step.loss);
+    return result;
+  }
+
+  fs::path directory;
+};
+
+TEST_F(TrainingTest, LearnsAndWritesWhatItPromises) {
+  TrainConfig config = tiny("run");
+  config.train.steps = 60;
+  config.optimizer.lr = 5e-3;
+  config.sample.tokens = 5;
+  config.sample.prompt = "in the";
+  const TrainOutcome outcome = run(config);
+  EXPECT_FALSE(outcome.interrupted);
+  EXPECT_EQ(outcome.steps, 60);
+  EXPECT_LT(outcome.last_loss, 0.75 * outcome.first_loss);
+  EXPECT_TRUE(outcome.sample.starts_with("in the"));
+  for (const char* file : {"config.toml", "tokenizer", "metrics.jsonl", "report.html"}) {
+    EXPECT_TRUE(fs::exists(fs::path(config.train.out) / file)) << file;
+  }
+  EXPECT_TRUE(fs::exists(fs::path(outcome.state_path) / "model.safetensors"));
+  const auto steps = metrics(config);
+  ASSERT_EQ(steps.size(), 60u);
+  EXPECT_TRUE(steps[3].validation_loss.has_value());
+  EXPECT_EQ(steps[10].peak.total(), steps[10].peak_bytes);
+  EXPECT_GT(steps[10].peak[MemoryCategory::activations], 0);
+}
+
+TEST_F(TrainingTest, StopsAtAnyMicroBatchAndResumesBitForBit) {
+  TrainConfig config = tiny("whole");
+  config.memory.plan = "micro-batch=3,recompute=2";
+  run(config);
+  const auto whole = losses(metrics(config));
+  for (const int stop : {0, 1, 4, 11}) {
+    SCOPED_TRACE(stop);
+    TrainConfig part = config;
+    part.train.out = (directory / ("part" + std::to_string(stop))).string();
+    const TrainOutcome stopped = run(part, false, stop);
+    EXPECT_TRUE(stopped.interrupted);
+    EXPECT_LT(stopped.steps, 8);
+    run(part, true);
+    EXPECT_EQ(losses(metrics(part)), whole);
+  }
+}
+
+TEST_F(TrainingTest, PeakStaysUnderTheLimitAndLossesEqualThePlainRuns) {
+  TrainConfig plain = tiny("plain");
+  plain.model.dropout = 0.0;
+  plain.train.steps = 20;
+  const TrainOutcome unlimited = run(plain);
+
+  TrainConfig limited = plain;
+  limited.train.out = (directory / "limited").string();
+  const std::int64_t limit = unlimited.peak_bytes / 2;
+  limited.memory.limit = std::to_string(limit);
+  const TrainOutcome outcome = run(limited);
+  EXPECT_LE(outcome.peak_bytes, limit);
+  EXPECT_NEAR(static_cast<double>(outcome.plain_peak_bytes),
+              static_cast<double>(unlimited.peak_bytes),
+              0.03 * static_cast<double>(unlimited.peak_bytes));
+  const auto a = losses(metrics(plain)), b = losses(metrics(limited));
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-5) << "step " << i + 1;
+
+  limited.memory.plan = "none";
+  limited.train.out = (directory / "none").string();
+  EXPECT_THROW(run(limited), MemoryLimitError);
+}
+
+TEST_F(TrainingTest, WithDropoutRecomputationIsBitEqualAtTheSameMicroBatch) {
+  TrainConfig plain = tiny("plain");
+  plain.memory.plan = "micro-batch=3,recompute=0";
+  run(plain);
+  TrainConfig recomputed = plain;
+  recomputed.train.out = (directory / "recomputed").string();
+  recomputed.memory.plan = "micro-batch=3,recompute=3";
+  recomputed.memory.limit = "100MiB";
+  run(recomputed);
+  EXPECT_EQ(losses(metrics(plain)), losses(metrics(recomputed)));
+}
+
+TEST_F(TrainingTest, RefusesALimitBelowTheLeastPossible) {
+  TrainConfig config = tiny("run");
+  config.memory.limit = "700KiB";
+  EXPECT_THROW(run(config), UserError);
+}
+
+TEST_F(TrainingTest, ANonFiniteLossStopsTheRunBeforeItSpoilsTheWeights) {
+  TrainConfig config = tiny("run");
+  config.optimizer.lr = 1e5;
+  config.optimizer.clip_norm = 0.0;
+  config.train.steps = 200;
+  EXPECT_THROW(run(config), UserError);
+  const FoundState found = find_training_state(config.train.out);
+  ASSERT_TRUE(found.newest.has_value());
+  EXPECT_GT(found.newest->run.step, 0);
+}
+
+TEST_F(TrainingTest, KeepsTheNewestStatesAndPassesOverADamagedOne) {
+  TrainConfig config = tiny("run");
+  config.train.save_every = 2;
+  run(config);
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(fs::path(config.train.out) / "states")) {
+    names.push_back(entry.path().filename().string());
+  }
+  EXPECT_THAT(names, testing::UnorderedElementsAre("step-000000006", "step-000000008"));
+  {
+    std::fstream file(
+        fs::path(config.train.out) / "states" / "step-000000008" / "model.safetensors",
+        std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-3, std::ios::end);
+    file.put('\x7f');
+  }
+  const FoundState found = find_training_state(config.train.out);
+  ASSERT_TRUE(found.newest.has_value());
+  EXPECT_EQ(found.newest->run.step, 6);
+  ASSERT_EQ(found.damaged.size(), 1u);
+  EXPECT_THAT(found.damaged[0], testing::HasSubstr("model.safetensors is damaged"));
+}
+
+TEST_F(TrainingTest, ARunDirectoryInUseIsRefusedWithoutResumeAndAnEmptyOneWithIt) {
+  TrainConfig config = tiny("run");
+  EXPECT_THROW(run(config, true), UserError);
+  run(config);
+  EXPECT_THROW(run(config), UserError);
+}
+
+TEST_F(TrainingTest, AttributionKnowsParametersGradientsAndActivations) {
+  auto& tracker = base::MemoryTracker::install();
+  models::Gpt gpt = make_gpt(tiny("x"), 256);
+  const auto before = tracker.live();
+  const MemoryAttribution attribution(*gpt);
+  std::int64_t bytes = 0;
+  for (const auto& p : gpt->parameters()) bytes += p.numel() * 4;
+  EXPECT_EQ(tracker.live()[MemoryCategory::parameters] - before[MemoryCategory::parameters], bytes);
+  const auto ids = torch::randint(256, {2, 32});
+  auto loss = language_model_loss(*gpt, ids, ids, 0);
+  const auto forward = tracker.live();
+  EXPECT_GT(forward[MemoryCategory::activations], before[MemoryCategory::activations] + 100000);
+  loss.backward();
+  loss.reset();
+  const auto after = tracker.live();
+  EXPECT_EQ(after[MemoryCategory::activations], before[MemoryCategory::activations]);
+  EXPECT_EQ(after[MemoryCategory::gradients] - before[MemoryCategory::gradients], bytes);
+}
+
+TEST_F(TrainingTest, RecomputedBlocksHoldFewerActivations) {
+  auto& tracker = base::MemoryTracker::install();
+  models::Gpt gpt = make_gpt(tiny("x"), 256);
+  const MemoryAttribution attribution(*gpt);
+  const auto ids = torch::randint(256, {4, 32});
+  const auto held = [&](std::int64_t recomputed) {
+    const auto before = tracker.live()[MemoryCategory::activations];
+    const auto loss = language_model_loss(*gpt, ids, ids, recomputed);
+    return tracker.live()[MemoryCategory::activations] - before;
+  };
+  EXPECT_LT(held(3), held(0) / 3);
+  EXPECT_LT(held(2), held(1));
+}
+
+TEST_F(TrainingTest, TrialsLeaveWeightsGradientsAndRandomStateAsTheyWere) {
+  TrainConfig config = tiny("x");
+  models::Gpt gpt = make_gpt(config, 256);
+  std::vector<at::Tensor> weights;
+  for (const auto& p : gpt->parameters()) weights.push_back(p.detach().clone());
+  torch::manual_seed(5);
+  const auto expected = torch::rand({3});
+  torch::manual_seed(5);
+  {
+    const auto ids =
+        torch::randint(256, {2, 32}, at::make_generator<at::CPUGeneratorImpl>(1), at::kLong);
+    StepTrials trials(gpt, {ids, ids}, make_optimizer(config.optimizer, *gpt, 0.0),
+                      base::monotonic_clock());
+    const auto trial = trials.run(3, 1, true);
+    ASSERT_TRUE(trial.has_value());
+    EXPECT_GT(trial->peak_bytes(), 0);
+    const base::MemoryLimit limit(
+        {.device_bytes = base::MemoryTracker::install().live().total() + 1000});
+    EXPECT_FALSE(trials.run(3, 1, true).has_value());
+  }
+  EXPECT_TRUE(torch::rand({3}).equal(expected));
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    EXPECT_TRUE(gpt->parameters()[i].equal(weights[i]));
+    EXPECT_FALSE(gpt->parameters()[i].grad().defined());
+  }
+}
+
+TEST_F(TrainingTest, GenerateIsDeterministicAndLeavesModeAndRandomStateAlone) {
+  models::Gpt gpt = make_gpt(tiny("x"), 256);
+  const data::ByteTokenizer tokenizer;
+  torch::manual_seed(5);
+  const auto expected = torch::rand({3});
+  torch::manual_seed(5);
+  const GenerateOptions options{.prompt = "light", .tokens = 50, .seed = 9};
+  const std::string text = generate(*gpt, tokenizer, options);
+  EXPECT_EQ(text, generate(*gpt, tokenizer, options));
+  EXPECT_EQ(text.size(), 55u);
+  EXPECT_TRUE(torch::rand({3}).equal(expected));
+  EXPECT_TRUE(gpt->is_training());
+  EXPECT_THROW(generate(*gpt, tokenizer, {.prompt = ""}), UserError);
+}
+
+}  // namespace
+}  // namespace gradus::train

@@ -48,7 +48,8 @@ std::vector<EdgeView> NodeView::next() const {
 }
 
 at::Tensor NodeView::leaf() const {
-  const auto* const accumulate = dynamic_cast<const torch::autograd::AccumulateGrad*>(&Access::node(*this));
+  const auto* const accumulate =
+      dynamic_cast<const torch::autograd::AccumulateGrad*>(&Access::node(*this));
   return accumulate == nullptr ? at::Tensor() : accumulate->variable;
 }
 
@@ -90,8 +91,8 @@ std::vector<NodeView> walk(const std::vector<at::Tensor>& roots) {
 
 namespace {
 
-// A function that may be ended from any thread; a call under way is finished first or not awaited, as the
-// hook's own copy keeps it alive.
+// A function that may be ended from any thread; a call under way is finished first or not awaited,
+// as the hook's own copy keeps it alive.
 template <typename... Arguments>
 struct Ending {
   explicit Ending(std::function<void(Arguments...)> fn) : fn(std::move(fn)) {}
@@ -126,11 +127,13 @@ class AfterHook final : public torch::autograd::FunctionPostHook {
   std::weak_ptr<State> state_;
 };
 
-// LibTorch has one slot a tensor; this fills it and calls any number of hooks, and one that was there before.
+// LibTorch has one slot a tensor; this fills it and calls any number of hooks, and one that was
+// there before.
 class AccumulatedHooks final : public torch::autograd::PostAccumulateGradHook {
  public:
   using State = Ending<const at::Tensor&>;
-  explicit AccumulatedHooks(std::unique_ptr<PostAccumulateGradHook> earlier) : earlier_(std::move(earlier)) {}
+  explicit AccumulatedHooks(std::unique_ptr<PostAccumulateGradHook> earlier)
+      : earlier_(std::move(earlier)) {}
 
   void add(std::weak_ptr<State> state) {
     const std::lock_guard lock(mutex_);
@@ -164,16 +167,18 @@ Hook before(const NodeView& node, std::function<void(std::vector<at::Tensor>&)> 
   return Hook(std::move(state));
 }
 
-Hook after(const NodeView& node, std::function<void(std::vector<at::Tensor>&, const std::vector<at::Tensor>&)> fn) {
+Hook after(const NodeView& node,
+           std::function<void(std::vector<at::Tensor>&, const std::vector<at::Tensor>&)> fn) {
   auto state = std::make_shared<AfterHook::State>(std::move(fn));
   Access::node(node).add_post_hook(std::make_unique<AfterHook>(state));
   return Hook(std::move(state));
 }
 
 Hook on_accumulated(const at::Tensor& leaf, std::function<void(const at::Tensor&)> fn) {
-  GRADUS_CHECK("grad_plane", leaf.defined() && leaf.requires_grad() && leaf.is_leaf(),
-               "a leaf that requires a gradient is needed; got ", base::describe_tensor(leaf),
-               leaf.defined() && !leaf.is_leaf() ? ", which an operator made" : ", which requires none");
+  GRADUS_CHECK(
+      "grad_plane", leaf.defined() && leaf.requires_grad() && leaf.is_leaf(),
+      "a leaf that requires a gradient is needed; got ", base::describe_tensor(leaf),
+      leaf.defined() && !leaf.is_leaf() ? ", which an operator made" : ", which requires none");
   static std::mutex mutex;  // of the check and the exchange of the slot
   const std::lock_guard lock(mutex);
   auto& slot = torch::autograd::impl::post_acc_grad_hooks(leaf);

@@ -17,12 +17,13 @@ namespace gradus::plane::grad {
 
 class NodeView;
 
-/// An edge of the graph: the gradient of one input of a node's operator goes to `node`, as its gradient
-/// number `input`.
+/// An edge of the graph: the gradient of one input of a node's operator goes to `node`, as its
+/// gradient number `input`.
 struct EdgeView;
 
 /// A node of the autograd graph. Cheap to copy; keeps the node, and what it saved, alive.
-/// Shows nothing that would unpack saved tensors: under rematerialisation that would replay the program.
+/// Shows nothing that would unpack saved tensors: under rematerialisation that would replay the
+/// program.
 class NodeView {
  public:
   NodeView() = default;
@@ -39,7 +40,8 @@ class NodeView {
   std::string name() const;
   /// How many gradients come in: one for each output of the forward operator.
   std::size_t inputs() const;
-  /// Where gradients go: one edge for each input of the forward operator; undefined where none is wanted.
+  /// Where gradients go: one edge for each input of the forward operator; undefined where none is
+  /// wanted.
   std::vector<EdgeView> next() const;
   /// The leaf that an AccumulateGrad node adds to; undefined for any other node.
   at::Tensor leaf() const;
@@ -81,16 +83,19 @@ class [[nodiscard]] Hook {
   std::shared_ptr<void> alive_;
 };
 
-/// Calls @p fn before @p node runs in backward, with the gradients of the forward operator's outputs
-/// (undefined where none came), which it may replace. Hooks of one node run in the order they were made.
+/// Calls @p fn before @p node runs in backward, with the gradients of the forward operator's
+/// outputs (undefined where none came), which it may replace. Hooks of one node run in the order
+/// they were made.
 Hook before(const NodeView& node, std::function<void(std::vector<at::Tensor>& gradients)> fn);
 
-/// Calls @p fn after @p node ran, with the gradients it gives (of the forward operator's inputs; @p fn may
-/// replace them) and those it got.
-Hook after(const NodeView& node, std::function<void(std::vector<at::Tensor>& given, const std::vector<at::Tensor>& got)> fn);
+/// Calls @p fn after @p node ran, with the gradients it gives (of the forward operator's inputs; @p
+/// fn may replace them) and those it got.
+Hook after(
+    const NodeView& node,
+    std::function<void(std::vector<at::Tensor>& given, const std::vector<at::Tensor>& got)> fn);
 
-/// Calls @p fn each time backward has added to the .grad of @p leaf. Any number of hooks on one tensor, in
-/// the order they were made; the hook stays through module->to(dtype). Not called by
+/// Calls @p fn each time backward has added to the .grad of @p leaf. Any number of hooks on one
+/// tensor, in the order they were made; the hook stays through module->to(dtype). Not called by
 /// torch::autograd::grad, which does not touch .grad.
 /// @throws UserError if @p leaf is no leaf that wants a gradient.
 Hook on_accumulated(const at::Tensor& leaf, std::function<void(const at::Tensor& leaf)> fn);

@@ -30,7 +30,8 @@ TEST_F(GradPlaneTest, WalksEachNodeOnceUsersBeforeWhatTheyUse) {
   auto loss = (h.tanh() + h.sigmoid()).sum();
   const auto nodes = walk({loss, h});
   std::map<const void*, std::size_t> place;
-  for (std::size_t i = 0; i < nodes.size(); ++i) EXPECT_TRUE(place.emplace(nodes[i].id(), i).second);
+  for (std::size_t i = 0; i < nodes.size(); ++i)
+    EXPECT_TRUE(place.emplace(nodes[i].id(), i).second);
   for (const auto& node : nodes) {
     for (const auto& edge : node.next()) {
       if (edge.node.defined()) EXPECT_LT(place.at(node.id()), place.at(edge.node.id()));
@@ -187,7 +188,9 @@ TEST_F(GradPlaneTest, DoubleBackwardRunsHooksOfTheGradientGraph) {
 
 TEST_F(GradPlaneTest, RefusesWhatHasNoGradientByDescription) {
   EXPECT_THROW(std::ignore = on_accumulated(torch::ones({2}), [](const at::Tensor&) {}), UserError);
-  EXPECT_THROW(std::ignore = on_accumulated(torch::ones({2}).requires_grad_() * 2, [](const at::Tensor&) {}), UserError);
+  EXPECT_THROW(
+      std::ignore = on_accumulated(torch::ones({2}).requires_grad_() * 2, [](const at::Tensor&) {}),
+      UserError);
   EXPECT_THROW(gradient_edge(torch::ones({2})), UserError);
   EXPECT_THROW(NodeView().name(), UserError);
   EXPECT_TRUE(walk({torch::ones({2})}).empty());

@@ -58,8 +58,13 @@ struct Entry {
 // One operator call and what lies before it. Lives on the stack of the dispatch.
 class Route {
  public:
-  Route(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>& values, const Stack& stack)
-      : op(op), keys(keys), values(values), base(values.size() - op.schema().arguments().size()), stack(stack) {}
+  Route(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>& values,
+        const Stack& stack)
+      : op(op),
+        keys(keys),
+        values(values),
+        base(values.size() - op.schema().arguments().size()),
+        stack(stack) {}
 
   void run(std::size_t position) {
     position = stack.next(position);
@@ -72,8 +77,8 @@ class Route {
     const KeyExclusion excluded(true);  // what a handler calls goes straight to its kernel
     Call call(*this, position);
     handler->call(call);
-    GRADUS_INTERNAL_CHECK("op_plane", call.made_, "a handler neither made nor replaced the call of ",
-                          op.schema().name());
+    GRADUS_INTERNAL_CHECK("op_plane", call.made_,
+                          "a handler neither made nor replaced the call of ", op.schema().name());
   }
 
   const c10::OperatorHandle& op;
@@ -101,7 +106,8 @@ class Route {
 
 namespace {
 
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* values) {
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+              std::vector<c10::IValue>* values) {
   const c10::OperatorHandle* const passing = std::exchange(let_through, nullptr);
   const Stack* const stack = Stack::current(kKind);
   if (stack == nullptr || (passing != nullptr && *passing == op)) {
@@ -135,8 +141,8 @@ Frame Call::frame() const {
   if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality)) {
     return Frame::below_autograd;
   }
-  // The dispatcher prefers an implicit composite to an Autograd kernel (matmul has both, the latter for
-  // nested tensors) unless the backend has a kernel of its own.
+  // The dispatcher prefers an implicit composite to an Autograd kernel (matmul has both, the latter
+  // for nested tensors) unless the backend has a kernel of its own.
   if (route_->op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
     const auto component = route_->keys.highestBackendKey();
     const auto backend = c10::toRuntimePerBackendFunctionalityKey(
@@ -152,24 +158,26 @@ Frame Call::frame() const {
 
 c10::ArrayRef<c10::IValue> Call::arguments() const {
   if (made_) return {};
-  return c10::ArrayRef<c10::IValue>(route_->values.data() + route_->base, route_->values.size() - route_->base);
+  return c10::ArrayRef<c10::IValue>(route_->values.data() + route_->base,
+                                    route_->values.size() - route_->base);
 }
 
 void Call::set_argument(std::size_t index, c10::IValue value) {
-  GRADUS_INTERNAL_CHECK("op_plane", !made_ && index < arguments().size(), "argument ", index, " of ", name(),
-                        made_ ? " set after the call was made" : " does not exist");
+  GRADUS_INTERNAL_CHECK("op_plane", !made_ && index < arguments().size(), "argument ", index,
+                        " of ", name(), made_ ? " set after the call was made" : " does not exist");
   route_->values[route_->base + index] = std::move(value);
   route_->modified = true;
 }
 
 c10::ArrayRef<c10::IValue> Call::results() const {
   if (!made_) return {};
-  return c10::ArrayRef<c10::IValue>(route_->values.data() + route_->base, route_->values.size() - route_->base);
+  return c10::ArrayRef<c10::IValue>(route_->values.data() + route_->base,
+                                    route_->values.size() - route_->base);
 }
 
 void Call::set_result(std::size_t index, c10::IValue value) {
-  GRADUS_INTERNAL_CHECK("op_plane", made_ && index < results().size(), "result ", index, " of ", name(),
-                        made_ ? " does not exist" : " set before the call was made");
+  GRADUS_INTERNAL_CHECK("op_plane", made_ && index < results().size(), "result ", index, " of ",
+                        name(), made_ ? " does not exist" : " set before the call was made");
   route_->values[route_->base + index] = std::move(value);
 }
 
@@ -185,9 +193,10 @@ void Call::proceed() { make(false); }
 void Call::proceed_whole() { make(true); }
 
 void Call::replace(std::vector<c10::IValue> results) {
-  GRADUS_INTERNAL_CHECK("op_plane", !made_, "a handler replaced the call of ", name(), " after making it");
-  GRADUS_INTERNAL_CHECK("op_plane", results.size() == schema().returns().size(), name(), " returns ",
-                        schema().returns().size(), " values; got ", results.size());
+  GRADUS_INTERNAL_CHECK("op_plane", !made_, "a handler replaced the call of ", name(),
+                        " after making it");
+  GRADUS_INTERNAL_CHECK("op_plane", results.size() == schema().returns().size(), name(),
+                        " returns ", schema().returns().size(), " values; got ", results.size());
   route_->values.resize(route_->base);
   std::move(results.begin(), results.end(), std::back_inserter(route_->values));
   made_ = true;
@@ -197,7 +206,8 @@ Call::InnerOperators::InnerOperators(const Call& call)
     : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(kKey)) {
   auto inner = std::make_shared<Stack>();
   const auto& entries = call.route_->stack.entries;
-  inner->entries.assign(entries.begin() + static_cast<std::ptrdiff_t>(call.position_) + 1, entries.end());
+  inner->entries.assign(entries.begin() + static_cast<std::ptrdiff_t>(call.position_) + 1,
+                        entries.end());
   c10::ThreadLocalDebugInfo::_push(kKind, std::move(inner));
   c10::impl::tls_set_dispatch_key_excluded(kKey, false);
 }

@@ -16,8 +16,8 @@ struct IValue;
 
 namespace gradus::plane::op {
 
-/// Where a handler stands among others: an earlier order sees a call first (is outermost). Of one order,
-/// the handler pushed last sees it first.
+/// Where a handler stands among others: an earlier order sees a call first (is outermost). Of one
+/// order, the handler pushed last sees it first.
 enum class Order : std::uint8_t {
   profile,    ///< Measures what the user's program calls.
   record,     ///< Remembers how values were made; holds handles from before any substitution.
@@ -25,12 +25,14 @@ enum class Order : std::uint8_t {
   gather,     ///< Makes arguments usable just before the kernel (sharded or offloaded parameters).
 };
 
-/// Which of the several frames of one operator call this is. A call passes through every frame it has: an
-/// operator under autocast comes once as `autocast`, then, its arguments cast, as `autograd`.
+/// Which of the several frames of one operator call this is. A call passes through every frame it
+/// has: an operator under autocast comes once as `autocast`, then, its arguments cast, as
+/// `autograd`.
 enum class Frame : std::uint8_t {
-  autocast,        ///< Autocast will cast the arguments and call the operator anew.
-  composite,       ///< The operator is made of others, which follow as calls of their own.
-  autograd,        ///< Just above autograd: each differentiable step of a program comes here exactly once.
+  autocast,   ///< Autocast will cast the arguments and call the operator anew.
+  composite,  ///< The operator is made of others, which follow as calls of their own.
+  autograd,   ///< Just above autograd: each differentiable step of a program comes here exactly
+              ///< once.
   below_autograd,  ///< A part that a kernel calls; autograd does not see it.
 };
 
@@ -50,10 +52,12 @@ class Call {
 
   /// The arguments by position; empty once the call was made.
   c10::ArrayRef<c10::IValue> arguments() const;
-  /// Replaces one argument before the call is made. Dispatch is computed anew from the new arguments.
+  /// Replaces one argument before the call is made. Dispatch is computed anew from the new
+  /// arguments.
   void set_argument(std::size_t index, c10::IValue value);
 
-  /// Makes the call: next handler, or the kernel. Parts of composite operators come as calls of their own.
+  /// Makes the call: next handler, or the kernel. Parts of composite operators come as calls of
+  /// their own.
   void proceed();
   /// Makes the call as a whole: handlers see none of its parts.
   void proceed_whole();
@@ -65,8 +69,8 @@ class Call {
   /// Replaces one result after the call was made.
   void set_result(std::size_t index, c10::IValue value);
 
-  /// While this lives inside a handler, operators that the handler itself calls come to the handlers
-  /// behind it. Without it they go straight to their kernels.
+  /// While this lives inside a handler, operators that the handler itself calls come to the
+  /// handlers behind it. Without it they go straight to their kernels.
   class [[nodiscard]] InnerOperators {
    public:
     explicit InnerOperators(const Call& call);
@@ -88,17 +92,17 @@ class Call {
   bool made_ = false;
 };
 
-/// Sees every operator call while its Guard lives: forward and, since autograd takes a thread's state
-/// along, backward, on whatever thread that runs. Must make or replace the call exactly once; may be called
-/// from several threads at once if the program computes on several.
+/// Sees every operator call while its Guard lives: forward and, since autograd takes a thread's
+/// state along, backward, on whatever thread that runs. Must make or replace the call exactly once;
+/// may be called from several threads at once if the program computes on several.
 class Handler {
  public:
   virtual ~Handler() = default;
   virtual void call(Call& call) = 0;
 };
 
-/// Ends a push. Guards are moved, never copied. End them on the thread that made them, the newest first;
-/// a guard that ends out of turn, or elsewhere, at once stops its own handler and no other.
+/// Ends a push. Guards are moved, never copied. End them on the thread that made them, the newest
+/// first; a guard that ends out of turn, or elsewhere, at once stops its own handler and no other.
 class [[nodiscard]] Guard {
  public:
   Guard() = default;
@@ -114,8 +118,9 @@ class [[nodiscard]] Guard {
 };
 
 /// Starts to show operator calls of this thread (and of backward passes it starts) to @p handler.
-/// A pass-through handler costs well under a microsecond an operator; with no guard there is no cost.
-/// Threads that the program starts itself see the handlers only under an at::ThreadLocalStateGuard.
+/// A pass-through handler costs well under a microsecond an operator; with no guard there is no
+/// cost. Threads that the program starts itself see the handlers only under an
+/// at::ThreadLocalStateGuard.
 /// @throws UserError if @p handler is null.
 Guard push(Order order, std::shared_ptr<Handler> handler);
 

@@ -33,7 +33,9 @@ class Lambda final : public Handler {
   std::function<void(Call&)> fn_;
 };
 
-std::shared_ptr<Handler> handler(std::function<void(Call&)> fn) { return std::make_shared<Lambda>(std::move(fn)); }
+std::shared_ptr<Handler> handler(std::function<void(Call&)> fn) {
+  return std::make_shared<Lambda>(std::move(fn));
+}
 
 // Notes the names of the calls of one frame.
 class Names final : public Handler {
@@ -57,8 +59,8 @@ class Names final : public Handler {
 
 // Backward of depth d runs a backward of depth d - 1 inside itself.
 struct Nested : torch::autograd::Function<Nested> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, at::Tensor x, std::int64_t depth,
-                            std::function<void()>* at_depth_0) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, at::Tensor x,
+                            std::int64_t depth, std::function<void()>* at_depth_0) {
     context->saved_data["depth"] = depth;
     context->saved_data["fn"] = reinterpret_cast<std::int64_t>(at_depth_0);
     return x.clone();
@@ -86,8 +88,10 @@ class OpPlaneTest : public testing::Test {
   }
   void TearDown() override {
     EXPECT_FALSE(active());
-    EXPECT_FALSE(c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode));
-    EXPECT_FALSE(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::TESTING_ONLY_GenericMode));
+    EXPECT_FALSE(
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode));
+    EXPECT_FALSE(
+        c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::TESTING_ONLY_GenericMode));
   }
 };
 
@@ -109,8 +113,9 @@ TEST_F(OpPlaneTest, SeesForwardAndBackwardAndNothingOutsideTheGuard) {
 }
 
 TEST_F(OpPlaneTest, ComputesTheSameBitsAsWithoutIt) {
-  torch::nn::Sequential net(torch::nn::Linear(8, 16), torch::nn::ReLU(), torch::nn::LayerNorm(
-                                torch::nn::LayerNormOptions({16})), torch::nn::Dropout(0.5), torch::nn::Linear(16, 4));
+  torch::nn::Sequential net(torch::nn::Linear(8, 16), torch::nn::ReLU(),
+                            torch::nn::LayerNorm(torch::nn::LayerNormOptions({16})),
+                            torch::nn::Dropout(0.5), torch::nn::Linear(16, 4));
   torch::nn::LSTM lstm(8, 8);
   const auto x = torch::randn({5, 4, 8});
   const auto step = [&] {
@@ -145,8 +150,8 @@ TEST_F(OpPlaneTest, HandlersStandInTheStatedOrderWhateverTheOrderOfPushes) {
   const auto x = torch::Tensor();
   order.clear();
   at::exp(at::detail::scalar_tensor_static(2.0, at::kFloat, at::kCPU));
-  EXPECT_THAT(order, ElementsAre("profile", "second record", "first record", "gather", "/gather", "/first record",
-                                 "/second record", "/profile"));
+  EXPECT_THAT(order, ElementsAre("profile", "second record", "first record", "gather", "/gather",
+                                 "/first record", "/second record", "/profile"));
 }
 
 TEST_F(OpPlaneTest, WhatAHandlerCallsGoesStraightToKernelsUnlessItAsksForTheInnerHandlers) {
@@ -178,7 +183,8 @@ TEST_F(OpPlaneTest, AnExceptionOfAKernelOrOfAHandlerLeavesThePlaneAsItWas) {
   auto x = torch::ones({2, 3});
   bool throw_it = false;
   const Guard guard = push(Order::record, handler([&](Call& call) {
-                             if (throw_it && call.name() == "aten::exp") throw std::runtime_error("mine");
+                             if (throw_it && call.name() == "aten::exp")
+                               throw std::runtime_error("mine");
                              call.proceed();
                            }));
   EXPECT_THROW(at::mm(x, x), c10::Error);
@@ -380,7 +386,9 @@ TEST_F(OpPlaneTest, AHandlerThatForgetsTheCallIsADefectByName) {
   }
 }
 
-TEST_F(OpPlaneTest, RefusesANullHandler) { EXPECT_THROW(std::ignore = push(Order::record, nullptr), UserError); }
+TEST_F(OpPlaneTest, RefusesANullHandler) {
+  EXPECT_THROW(std::ignore = push(Order::record, nullptr), UserError);
+}
 
 TEST_F(OpPlaneTest, TwoThreadsWithGuardsOfTheirOwnDoNotSeeEachOther) {
   const auto work = [](int n, std::size_t* seen) {

@@ -20,8 +20,8 @@ using Stack = plane::internal::ThreadStack<Hooks, Order>;
 constexpr std::string_view kKindName = "GRADUS_SAVED_PLANE";
 const c10::DebugInfoKind kKind(&kKindName);
 
-// Slots of this thread that wait for the operator that saved them to return. thread_local is right here:
-// an operator returns on the thread it was called on.
+// Slots of this thread that wait for the operator that saved them to return. thread_local is right
+// here: an operator returns on the thread it was called on.
 thread_local std::vector<internal::Slot*> pending;
 thread_local int operator_depth = 0;
 thread_local std::string_view operator_name;
@@ -45,7 +45,8 @@ Kept keep(const std::vector<std::shared_ptr<Hooks>>& hooks, std::size_t first, V
   for (std::size_t i = first; i < hooks.size(); ++i) {
     std::optional<Packed> packed = hooks[i]->pack(value);
     if (!packed) continue;
-    GRADUS_INTERNAL_CHECK("saved_plane", packed->restore != nullptr, "hooks packed a tensor without a way back");
+    GRADUS_INTERNAL_CHECK("saved_plane", packed->restore != nullptr,
+                          "hooks packed a tensor without a way back");
     Kept kept;
     kept.restore = std::move(packed->restore);
     for (at::Tensor& part : packed->payload) {
@@ -85,15 +86,17 @@ class Slot {
     name_ = base::tensor_name(tensor);
     sizes_ = tensor.sizes().vec();
     dtype_ = tensor.scalar_type();
-    // A hook that held the saved variable itself would keep its operator's node alive through its own output.
+    // A hook that held the saved variable itself would keep its operator's node alive through its
+    // own output.
     value_ = {detached(tensor), operator_name};
     if (const Stack* const stack = Stack::current(kKind)) {
       for (const auto& entry : stack->entries) {
         if (entry->active) hooks_.push_back(entry->handler);
       }
     }
-    const bool wait = operator_depth > 0 &&
-                      std::any_of(hooks_.begin(), hooks_.end(), [](const auto& h) { return h->reads_data(); });
+    const bool wait =
+        operator_depth > 0 &&
+        std::any_of(hooks_.begin(), hooks_.end(), [](const auto& h) { return h->reads_data(); });
     if (!wait) {
       // Outside operators (custom functions, Held) values are complete when they are saved.
       settle();
@@ -118,18 +121,21 @@ class Slot {
 
   at::Tensor get() const {
     if (versioned_ && counter_.current_version() != version_) {
-      throw UserError(base::join("[saved_plane] a tensor saved for backward must not change before it is used; ",
-                                 name_.empty() ? "an unnamed tensor" : name_, " (", dtype_, " ", at::IntArrayRef(sizes_),
-                                 ") was saved at version ", version_, " and is now at version ",
-                                 counter_.current_version(),
-                                 ". Change it in place only after backward, or change a clone."));
+      throw UserError(base::join(
+          "[saved_plane] a tensor saved for backward must not change before it is used; ",
+          name_.empty() ? "an unnamed tensor" : name_, " (", dtype_, " ", at::IntArrayRef(sizes_),
+          ") was saved at version ", version_, " and is now at version ",
+          counter_.current_version(),
+          ". Change it in place only after backward, or change a clone."));
     }
     if (waiting_) return value_.tensor;
     at::Tensor tensor = kept_.get();
-    GRADUS_INTERNAL_CHECK("saved_plane", tensor.defined() && tensor.sizes() == at::IntArrayRef(sizes_) &&
-                              tensor.scalar_type() == dtype_,
-                          "hooks gave back another tensor than was saved: ", base::describe_tensor(tensor),
-                          " for ", dtype_, " ", at::IntArrayRef(sizes_));
+    GRADUS_INTERNAL_CHECK(
+        "saved_plane",
+        tensor.defined() && tensor.sizes() == at::IntArrayRef(sizes_) &&
+            tensor.scalar_type() == dtype_,
+        "hooks gave back another tensor than was saved: ", base::describe_tensor(tensor), " for ",
+        dtype_, " ", at::IntArrayRef(sizes_));
     return tensor;
   }
 
@@ -209,7 +215,8 @@ class Settler final : public op::Handler {
   // In the order of saving, which hooks may count on.
   static void settle_from(std::size_t mark) {
     if (pending.size() == mark) return;
-    const std::vector<internal::Slot*> ready(pending.begin() + static_cast<std::ptrdiff_t>(mark), pending.end());
+    const std::vector<internal::Slot*> ready(pending.begin() + static_cast<std::ptrdiff_t>(mark),
+                                             pending.end());
     pending.resize(mark);
     for (internal::Slot* const slot : ready) slot->settle();
   }
@@ -220,7 +227,8 @@ class Settler final : public op::Handler {
 Guard push(Order order, std::shared_ptr<Hooks> hooks) {
   GRADUS_CHECK("saved_plane", hooks != nullptr, "hooks are required; got null");
   GRADUS_CHECK("saved_plane", &torch::autograd::Engine::get_default_engine() == &engine(),
-               "saved-tensor hooks need gradus's own autograd engine; another library (libtorch_python?) has set one "
+               "saved-tensor hooks need gradus's own autograd engine; another library "
+               "(libtorch_python?) has set one "
                "since. Load gradus after it");
   static const std::shared_ptr<op::Handler> settler = std::make_shared<Settler>();
   op::Guard settling;
@@ -262,7 +270,8 @@ at::Tensor Held::get() const {
 int current_backward() { return torch::autograd::get_current_graph_task_id(); }
 
 void on_backward_end(std::function<void()> fn) {
-  GRADUS_CHECK("saved_plane", current_backward() >= 0, "a running backward pass is required; none runs on this thread");
+  GRADUS_CHECK("saved_plane", current_backward() >= 0,
+               "a running backward pass is required; none runs on this thread");
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));
 }
 

@@ -31,7 +31,8 @@ class Lambda final : public Hooks {
   bool reads_data_;
 };
 
-std::shared_ptr<Hooks> hooks(std::function<std::optional<Packed>(const Value&)> fn, bool reads_data = true) {
+std::shared_ptr<Hooks> hooks(std::function<std::optional<Packed>(const Value&)> fn,
+                             bool reads_data = true) {
   return std::make_shared<Lambda>(std::move(fn), reads_data);
 }
 
@@ -86,15 +87,18 @@ TEST_F(SavedPlaneTest, KernelsThatSaveBeforeTheyFillGivePlainGradients) {  // M2
       {"rrelu_", [](at::Tensor x) { return at::rrelu_(x = x * 1, 0.1, 0.4, true); }},
       {"batch_norm", [&](at::Tensor x) { return norm(x); }},
       {"dropout", [](at::Tensor x) { return at::dropout(x, 0.5, true); }},
-      {"native_dropout", [](at::Tensor x) { return std::get<0>(at::native_dropout(x, 0.5, true)); }},
+      {"native_dropout",
+       [](at::Tensor x) { return std::get<0>(at::native_dropout(x, 0.5, true)); }},
       {"layer_norm", [](at::Tensor x) { return at::layer_norm(x, {6}); }},
       {"max_pool", [](at::Tensor x) { return at::max_pool1d(x.unsqueeze(0), {2}); }},
-      {"lstm", [](at::Tensor x) {
+      {"lstm",
+       [](at::Tensor x) {
          torch::manual_seed(5);
          torch::nn::LSTM lstm(6, 5);
          return std::get<0>(lstm(x.unsqueeze(0)));
        }},
-      {"attention", [](at::Tensor x) {
+      {"attention",
+       [](at::Tensor x) {
          auto q = x.view({1, 2, 4, 6});
          return at::scaled_dot_product_attention(q, q, q, {}, 0.25, true);
        }},
@@ -151,11 +155,11 @@ TEST_F(SavedPlaneTest, CompressThenOffloadWhateverTheOrderOfPushes) {
                                offloaded.push_back(v.tensor.scalar_type());
                                return Packed{{v.tensor}, only};
                              }));
-  const Guard compress = push(Order::compress, hooks([](const Value& v) {
-                                return Packed{{v.tensor.to(at::kBFloat16)}, [](std::vector<at::Tensor> p) {
-                                                return p[0].to(at::kFloat);
-                                              }};
-                              }));
+  const Guard compress =
+      push(Order::compress, hooks([](const Value& v) {
+             return Packed{{v.tensor.to(at::kBFloat16)},
+                           [](std::vector<at::Tensor> p) { return p[0].to(at::kFloat); }};
+           }));
   x.exp().sum().backward();
   EXPECT_THAT(offloaded, ElementsAre(at::kBFloat16));
   EXPECT_TRUE(x.grad().equal(x.detach().exp().to(at::kBFloat16).to(at::kFloat)));
@@ -208,7 +212,9 @@ TEST_F(SavedPlaneTest, AChangeInPlaceBetweenSaveAndUseIsAnErrorThatNamesTheTenso
     loss.backward();
     FAIL() << "no error";
   } catch (const UserError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("layer.weight (Float [4, 4]) was saved at version 0 and is now at version 1"));
+    EXPECT_THAT(
+        error.what(),
+        HasSubstr("layer.weight (Float [4, 4]) was saved at version 0 and is now at version 1"));
   }
 }
 
@@ -227,7 +233,8 @@ TEST_F(SavedPlaneTest, NothingLeaksWhetherOrNotBackwardRuns) {
   w.mutable_grad() = torch::zeros_like(w);
   const auto before = tracker.live().total();
   for (int i = 0; i < 4; ++i) {
-    const Guard guard = push(Order::offload, hooks([](const Value& v) { return Packed{{v.tensor}, only}; }));
+    const Guard guard =
+        push(Order::offload, hooks([](const Value& v) { return Packed{{v.tensor}, only}; }));
     auto loss = w.tanh().sigmoid().sum();  // both save their own output
     if (i % 2 == 0) loss.backward();
   }
@@ -284,16 +291,17 @@ TEST_F(SavedPlaneTest, AFailingOperatorLeavesThePlaneUsable) {
 TEST_F(SavedPlaneTest, AFailingPackFailsTheOperatorAndAFailingRestoreTheBackward) {
   auto x = torch::randn({2}).requires_grad_();
   {
-    const Guard guard = push(Order::offload, hooks([](const Value&) -> std::optional<Packed> {
-                               throw UserError("disk full");
-                             }));
+    const Guard guard =
+        push(Order::offload,
+             hooks([](const Value&) -> std::optional<Packed> { throw UserError("disk full"); }));
     EXPECT_THROW(x.exp(), UserError);
   }
   at::Tensor loss;
   {
-    const Guard guard = push(Order::offload, hooks([](const Value& v) {
-                               return Packed{{v.tensor}, [](auto) -> at::Tensor { throw UserError("file gone"); }};
-                             }));
+    const Guard guard =
+        push(Order::offload, hooks([](const Value& v) {
+               return Packed{{v.tensor}, [](auto) -> at::Tensor { throw UserError("file gone"); }};
+             }));
     loss = x.exp().sum();
   }
   EXPECT_THROW(loss.backward(), UserError);
@@ -334,7 +342,8 @@ TEST_F(SavedPlaneTest, GuardsNestMoveAndEndOutOfTurn) {
 
 // Backward of depth d runs a backward of depth d - 1 inside itself.
 struct Nested : torch::autograd::Function<Nested> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, at::Tensor x, std::int64_t depth) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, at::Tensor x,
+                            std::int64_t depth) {
     context->saved_data["depth"] = depth;
     return x.clone();
   }
@@ -356,7 +365,8 @@ TEST_F(SavedPlaneTest, ReentrantBackward70DeepOnPoolThreadsPacksAndSettles) {
   auto x = torch::ones({2}).requires_grad_();
   const Guard guard = push(Order::offload, hooks([&](const Value& v) {
                              const std::lock_guard lock(mutex);
-                             if (std::this_thread::get_id() != main_thread) deep_makers.emplace_back(v.maker);
+                             if (std::this_thread::get_id() != main_thread)
+                               deep_makers.emplace_back(v.maker);
                              return Packed{{v.tensor.clone()}, only};
                            }));
   Nested::apply(x, 70).sum().backward();
@@ -434,7 +444,9 @@ TEST_F(SavedPlaneTest, BackwardEndIsToldOnceAPass) {
   EXPECT_THROW(on_backward_end([] {}), UserError);
 }
 
-TEST_F(SavedPlaneTest, RefusesNullHooks) { EXPECT_THROW(std::ignore = push(Order::offload, nullptr), UserError); }
+TEST_F(SavedPlaneTest, RefusesNullHooks) {
+  EXPECT_THROW(std::ignore = push(Order::offload, nullptr), UserError);
+}
 
 }  // namespace
 }  // namespace gradus::plane::saved

@@ -6,8 +6,8 @@
 #include <functional>
 #include <mutex>
 
-#include <ATen/core/ivalue.h>
 #include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
@@ -29,7 +29,8 @@ std::uint64_t signature_of(const c10::IValue& value) {
     const at::Tensor& tensor = value.toTensor();
     if (!tensor.defined()) return 1;
     std::uint64_t hash = mix(2, static_cast<std::uint64_t>(tensor.scalar_type()));
-    for (const std::int64_t size : tensor.sizes()) hash = mix(hash, static_cast<std::uint64_t>(size));
+    for (const std::int64_t size : tensor.sizes())
+      hash = mix(hash, static_cast<std::uint64_t>(size));
     return hash;
   }
   if (value.isInt()) return mix(3, static_cast<std::uint64_t>(value.toInt()));
@@ -39,7 +40,8 @@ std::uint64_t signature_of(const c10::IValue& value) {
   if (value.isDevice()) return mix(7, static_cast<std::uint64_t>(value.toDevice().type()));
   if (value.isComplexDouble()) {
     const auto z = value.toComplexDouble();
-    return mix(mix(8, std::bit_cast<std::uint64_t>(z.real())), std::bit_cast<std::uint64_t>(z.imag()));
+    return mix(mix(8, std::bit_cast<std::uint64_t>(z.real())),
+               std::bit_cast<std::uint64_t>(z.imag()));
   }
   if (value.isList()) {
     std::uint64_t hash = 9;
@@ -65,21 +67,23 @@ void visit_tensors(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
 
 c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& tensor) {
   return c10::weak_intrusive_ptr<c10::StorageImpl>(
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl()));
 }
 
-// Whether the call changes argument `index`. Batch-norm schemas claim to change nothing; they change the
-// running statistics when they train.
+// Whether the call changes argument `index`. Batch-norm schemas claim to change nothing; they
+// change the running statistics when they train.
 bool changes(const Call& call, std::size_t index) {
   const c10::Argument& argument = call.schema().arguments()[index];
   if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) return true;
   if (argument.name() != "running_mean" && argument.name() != "running_var") return false;
   static constexpr std::array<std::string_view, 6> kNorms{
-      "aten::batch_norm",        "aten::native_batch_norm", "aten::_batch_norm_impl_index",
+      "aten::batch_norm",       "aten::native_batch_norm", "aten::_batch_norm_impl_index",
       "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::instance_norm"};
   if (std::find(kNorms.begin(), kNorms.end(), call.name()) == kNorms.end()) return false;
   const auto& arguments = call.schema().arguments();
@@ -91,8 +95,8 @@ bool changes(const Call& call, std::size_t index) {
   return true;
 }
 
-// Whether a second run must repeat this call. detach() is what saving a tensor does; the casts of an
-// autocast operator depend on what its cache holds.
+// Whether a second run must repeat this call. detach() is what saving a tensor does; the casts of
+// an autocast operator depend on what its cache holds.
 bool is_step(const Call& call, Frame frame, const void* casting_for) {
   return frame == Frame::autograd && call.name() != "aten::detach" &&
          (casting_for == nullptr || casting_for == &call.schema());
@@ -101,7 +105,8 @@ bool is_step(const Call& call, Frame frame, const void* casting_for) {
 // Sets, for the time of one call, which operator autocast is casting arguments for.
 class CastingScope {
  public:
-  CastingScope(const void*& casting_for, const Call& call, Frame frame) : casting_for_(casting_for), outer_(casting_for) {
+  CastingScope(const void*& casting_for, const Call& call, Frame frame)
+      : casting_for_(casting_for), outer_(casting_for) {
     if (frame == Frame::autocast) {
       casting_for_ = &call.schema();
     } else if (casting_for_ == &call.schema()) {
@@ -151,7 +156,8 @@ void Recorder::note_arguments(const Call& call) {
       if (written && !record_.changed.contains(storage)) {
         const at::NoGradGuard no_grad;
         at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte).requires_grad(false));
-        bytes.set_(tensor.storage(), 0, {static_cast<std::int64_t>(tensor.storage().nbytes())}, {1});
+        bytes.set_(tensor.storage(), 0, {static_cast<std::int64_t>(tensor.storage().nbytes())},
+                   {1});
         record_.changed.emplace(storage, ChangedStorage{weak_storage(tensor), bytes.clone()});
       }
     });
@@ -164,7 +170,8 @@ void Recorder::call(Call& call) {
     call.proceed();
     return;
   }
-  if (is_step(call, frame, casting_for_)) record_.calls.push_back({call.name(), signature_of(call)});
+  if (is_step(call, frame, casting_for_))
+    record_.calls.push_back({call.name(), signature_of(call)});
   note_arguments(call);
   std::vector<const c10::StorageImpl*> aliased;
   for (const c10::IValue& value : call.arguments()) {
@@ -177,7 +184,8 @@ void Recorder::call(Call& call) {
   for (const c10::IValue& value : call.results()) {
     visit_tensors(value, [&](const at::Tensor& tensor) {
       const c10::StorageImpl* const storage = storage_of(tensor);
-      if (std::find(aliased.begin(), aliased.end(), storage) == aliased.end()) made_.insert(storage);
+      if (std::find(aliased.begin(), aliased.end(), storage) == aliased.end())
+        made_.insert(storage);
     });
   }
 }
@@ -192,7 +200,8 @@ at::Tensor Replayer::shadow_of(const at::Tensor& tensor) {
   if (changed == record_.changed.end()) return {};
   const at::NoGradGuard no_grad;
   auto shadow = shadows_.find(storage);
-  if (shadow == shadows_.end()) shadow = shadows_.emplace(storage, changed->second.bytes_before.clone()).first;
+  if (shadow == shadows_.end())
+    shadow = shadows_.emplace(storage, changed->second.bytes_before.clone()).first;
   at::Tensor result = at::empty({0}, tensor.options().requires_grad(false));
   result.set_(shadow->second.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
   return result;
@@ -204,22 +213,27 @@ void Replayer::substitute(Call& call) {
   for (std::size_t i = 0; i < count; ++i) {
     const c10::IValue& value = call.arguments()[i];
     bool outside = false;
-    visit_tensors(value, [&](const at::Tensor& t) { outside = outside || record_.changed.contains(storage_of(t)); });
+    visit_tensors(value, [&](const at::Tensor& t) {
+      outside = outside || record_.changed.contains(storage_of(t));
+    });
     if (!outside) continue;
     if (value.isTensor()) {
       call.set_argument(i, shadow_of(value.toTensor()));
     } else if (value.isTensorList()) {
       std::vector<at::Tensor> tensors = value.toTensorVector();
       for (at::Tensor& tensor : tensors) {
-        if (const at::Tensor shadow = tensor.defined() && tensor.has_storage() ? shadow_of(tensor) : at::Tensor();
+        if (const at::Tensor shadow =
+                tensor.defined() && tensor.has_storage() ? shadow_of(tensor) : at::Tensor();
             shadow.defined()) {
           tensor = shadow;
         }
       }
       call.set_argument(i, c10::IValue(std::move(tensors)));
     } else {
-      throw UserError(base::join("[checkpoint] ", call.name(), " takes a tensor that the region changed in a list of "
-                                 "optional tensors, which cannot be run again; change a clone instead"));
+      throw UserError(
+          base::join("[checkpoint] ", call.name(),
+                     " takes a tensor that the region changed in a list of "
+                     "optional tensors, which cannot be run again; change a clone instead"));
     }
   }
 }
@@ -236,11 +250,16 @@ void Replayer::call(Call& call) {
     if (next_ >= record_.calls.size() || record_.calls[next_].name != call.name() ||
         record_.calls[next_].signature != signature) {
       throw UserError(base::join(
-          "[checkpoint] a checkpointed region must compute the same again for backward; operator ", next_, " was ",
-          next_ < record_.calls.size() ? record_.calls[next_].name : std::string_view("the end of the region"),
+          "[checkpoint] a checkpointed region must compute the same again for backward; operator ",
+          next_, " was ",
+          next_ < record_.calls.size() ? record_.calls[next_].name
+                                       : std::string_view("the end of the region"),
           " and is now ", call.name(),
-          next_ < record_.calls.size() && record_.calls[next_].name == call.name() ? " with other arguments" : "",
-          ". Did the module switch between train() and eval(), or a condition outside the region change?"));
+          next_ < record_.calls.size() && record_.calls[next_].name == call.name()
+              ? " with other arguments"
+              : "",
+          ". Did the module switch between train() and eval(), or a condition outside the region "
+          "change?"));
     }
     ++next_;
   }
@@ -254,9 +273,11 @@ void Replayer::call(Call& call) {
 
 void Replayer::finish() const {
   if (!check_ || next_ == record_.calls.size()) return;
-  throw UserError(base::join("[checkpoint] a checkpointed region must compute the same again for backward; it ended after ",
-                             next_, " operators, before ", record_.calls[next_].name, ", where it ran ",
-                             record_.calls.size(), " the first time"));
+  throw UserError(
+      base::join("[checkpoint] a checkpointed region must compute the same again for backward; it "
+                 "ended after ",
+                 next_, " operators, before ", record_.calls[next_].name, ", where it ran ",
+                 record_.calls.size(), " the first time"));
 }
 
 }  // namespace gradus::recompute::internal

@@ -24,7 +24,8 @@ struct TracedCall {
   std::uint64_t signature;  ///< Of the tensors' shapes and dtypes and of all other arguments.
 };
 
-/// A tensor from outside the region that the region read. The weak handle keeps the key's address its own.
+/// A tensor from outside the region that the region read. The weak handle keeps the key's address
+/// its own.
 struct OutsideTensor {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   std::string description;
@@ -42,7 +43,8 @@ struct RegionRecord {
   std::vector<TracedCall> calls;
   std::unordered_map<const c10::StorageImpl*, OutsideTensor> read;
   std::unordered_map<const c10::StorageImpl*, ChangedStorage> changed;
-  std::vector<std::pair<at::Generator, at::Tensor>> generators;  ///< Custom ones, with the state at first use.
+  std::vector<std::pair<at::Generator, at::Tensor>>
+      generators;  ///< Custom ones, with the state at first use.
 };
 
 /// Watches the first run and fills a RegionRecord.
@@ -72,7 +74,8 @@ struct StopRegion {
 /// Watches the second run: compares it with the record and keeps it from changing anything outside.
 class Replayer final : public plane::op::Handler {
  public:
-  Replayer(const RegionRecord& record, const void* frame, bool check) : record_(record), frame_(frame), check_(check) {}
+  Replayer(const RegionRecord& record, const void* frame, bool check)
+      : record_(record), frame_(frame), check_(check) {}
   void call(plane::op::Call& call) override;
   /// From now on the region ends after the operator that is running, or after the next one.
   void stop() { stop_ = true; }

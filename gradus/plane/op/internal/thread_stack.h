@@ -25,10 +25,10 @@ struct StackEntry {
   std::atomic<bool> active{true};
 };
 
-/// A thread's handlers, the lowest order first and, within one order, the newest first. Immutable: every
-/// push makes a new one, so that a backward pass on another thread keeps the one it started with. Kept as
-/// DebugInfo because LibTorch carries that, unlike thread_local variables, to the engine's pool threads
-/// (re-entrant backward deeper than 60).
+/// A thread's handlers, the lowest order first and, within one order, the newest first. Immutable:
+/// every push makes a new one, so that a backward pass on another thread keeps the one it started
+/// with. Kept as DebugInfo because LibTorch carries that, unlike thread_local variables, to the
+/// engine's pool threads (re-entrant backward deeper than 60).
 template <typename Handler, typename Order>
 struct ThreadStack final : c10::DebugInfoBase {
   using Entry = StackEntry<Handler, Order>;
@@ -41,16 +41,19 @@ struct ThreadStack final : c10::DebugInfoBase {
   }
 
   bool any_active() const {
-    return std::any_of(entries.begin(), entries.end(), [](const auto& entry) { return entry->active.load(); });
+    return std::any_of(entries.begin(), entries.end(),
+                       [](const auto& entry) { return entry->active.load(); });
   }
 
   /// Position of the first active handler from @p position on, or entries.size().
   std::size_t next(std::size_t position) const {
-    while (position < entries.size() && !entries[position]->active.load(std::memory_order_relaxed)) ++position;
+    while (position < entries.size() && !entries[position]->active.load(std::memory_order_relaxed))
+      ++position;
     return position;
   }
 
-  static std::shared_ptr<Entry> push(c10::DebugInfoKind kind, Order order, std::shared_ptr<Handler> handler) {
+  static std::shared_ptr<Entry> push(c10::DebugInfoKind kind, Order order,
+                                     std::shared_ptr<Handler> handler) {
     auto entry = std::make_shared<Entry>();
     entry->order = order;
     entry->handler = std::move(handler);
@@ -64,17 +67,19 @@ struct ThreadStack final : c10::DebugInfoBase {
     return entry;
   }
 
-  /// Silences @p entry and drops what is silent from the top of this thread's stack. On another thread than
-  /// the owner's the entry is only silenced; the owner drops it at its next end(). Returns false there.
+  /// Silences @p entry and drops what is silent from the top of this thread's stack. On another
+  /// thread than the owner's the entry is only silenced; the owner drops it at its next end().
+  /// Returns false there.
   static bool end(c10::DebugInfoKind kind, Entry& entry) noexcept {
     entry.active = false;
     if (entry.owner != std::this_thread::get_id()) return false;
-    for (const ThreadStack* top = current(kind); top != nullptr && top->own != nullptr && !top->own->active;
-         top = current(kind)) {
+    for (const ThreadStack* top = current(kind);
+         top != nullptr && top->own != nullptr && !top->own->active; top = current(kind)) {
       try {
         c10::ThreadLocalDebugInfo::_pop(kind);
       } catch (const std::exception&) {
-        break;  // another kind of DebugInfo lies on top; a silent entry costs a look at each call until it ends
+        break;  // another kind of DebugInfo lies on top; a silent entry costs a look at each call
+                // until it ends
       }
     }
     return true;

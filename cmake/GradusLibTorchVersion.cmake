@@ -1,0 +1,16 @@
+# gradus_libtorch_version(<variable>): the release of the LibTorch that find_package(Torch) found, as in 2.13.0. Its
+# CMake package states none on every platform, its header does. Installed too, for gradusConfig.cmake.
+function(gradus_libtorch_version variable)
+  set(version "${Torch_VERSION}")
+  set(header "${TORCH_INSTALL_PREFIX}/include/torch/headeronly/version.h")
+  if(EXISTS "${header}")
+    set(numbers)
+    foreach(part MAJOR MINOR PATCH)
+      file(STRINGS "${header}" line REGEX "define TORCH_VERSION_${part} [0-9]+")
+      string(REGEX MATCH "[0-9]+$" number "${line}")
+      list(APPEND numbers "${number}")
+    endforeach()
+    list(JOIN numbers "." version)
+  endif()
+  set(${variable} "${version}" PARENT_SCOPE)
+endfunction()
