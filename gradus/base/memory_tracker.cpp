@@ -31,6 +31,7 @@ struct Block {
   Block* next = nullptr;
   std::int64_t bytes = 0;
   const char* operator_name = nullptr;
+  std::uint64_t number = 0;  ///< Of the allocation: an address is used again, a number is not.
   std::int32_t saved_marks = 0;
   Arena arena = Arena::device;
   MemoryCategory category = MemoryCategory::workspace;
@@ -55,9 +56,11 @@ struct State {
   std::mutex mutex;
   Clock clock;
   std::array<ArenaState, kArenas> arenas;
+  std::uint64_t allocations = 0;
   bool timeline_on = false;
   std::size_t timeline_max = 0;
   MemoryTimeline timeline;
+  std::vector<std::shared_ptr<PressureHandler>> pressure;  // the newest last
   int naming = 0;
   at::CallbackHandle naming_handle = 0;
 
@@ -73,6 +76,7 @@ State& state() {
 thread_local MemoryCategory thread_category = MemoryCategory::workspace;
 thread_local Arena thread_arena = Arena::device;
 thread_local const char* thread_operator = nullptr;
+thread_local bool relieving = false;  // inside a pressure handler
 
 // All functions below this line want state().mutex held.
 
@@ -199,12 +203,9 @@ class TrackingAllocator final : public c10::Allocator {
     const auto bytes = static_cast<std::int64_t>(count);
     State& s = state();
     const Arena arena = thread_arena;
-    {
-      // Checked before the memory is taken; two threads racing here may pass together, so link() is
-      // preceded by the same check again.
-      const std::lock_guard lock(s.mutex);
-      check_limit(s, arena, bytes);
-    }
+    // Checked before the memory is taken; two threads racing here may pass together, so link() is
+    // preceded by the same check again.
+    make_room(s, arena, bytes);
     void* memory = nullptr;
     if (count > SIZE_MAX - kHeaderBytes ||
         ::posix_memalign(&memory, kHeaderBytes, count + kHeaderBytes) != 0) {
@@ -226,6 +227,7 @@ class TrackingAllocator final : public c10::Allocator {
         std::free(memory);
         throw;
       }
+      block->number = ++s.allocations;
       link(s, *block);
     }
     void* const data = static_cast<char*>(memory) + kHeaderBytes;
@@ -240,9 +242,35 @@ class TrackingAllocator final : public c10::Allocator {
   }
 
  private:
-  static void check_limit(State& s, Arena arena, std::int64_t bytes) {
+  static std::int64_t excess(State& s, Arena arena, std::int64_t bytes) {
     const ArenaState& a = s.of(arena);
-    if (a.limit > 0 && bytes > a.limit - a.live_total) refuse(s, arena, bytes);
+    return a.limit > 0 ? bytes - (a.limit - a.live_total) : 0;
+  }
+  static void check_limit(State& s, Arena arena, std::int64_t bytes) {
+    if (excess(s, arena, bytes) > 0) refuse(s, arena, bytes);
+  }
+
+  // Asks the pressure handlers, newest first, until the allocation fits or none of them frees anything.
+  static void make_room(State& s, Arena arena, std::int64_t bytes) {
+    std::unique_lock lock(s.mutex);
+    while (excess(s, arena, bytes) > 0) {
+      if (arena != Arena::device || relieving || s.pressure.empty()) refuse(s, arena, bytes);
+      const std::int64_t needed = excess(s, arena, bytes);
+      const auto handlers = s.pressure;
+      lock.unlock();
+      bool freed = false;
+      {
+        relieving = true;
+        struct Done {
+          ~Done() { relieving = false; }
+        } const done;
+        for (auto handler = handlers.rbegin(); handler != handlers.rend() && !freed; ++handler) {
+          freed = (**handler)(needed);
+        }
+      }
+      lock.lock();
+      if (!freed) check_limit(s, arena, bytes);
+    }
   }
 };
 
@@ -255,7 +283,8 @@ struct NameContext final : at::ObserverContext {
 std::unique_ptr<at::ObserverContext> enter_operator(const at::RecordFunction& call) {
   auto context = std::make_unique<NameContext>();
   context->outer = thread_operator;
-  thread_operator = call.name();
+  // Only an operator's name is static; a user's RECORD_FUNCTION may name a string of its own.
+  if (call.operator_name().has_value()) thread_operator = call.name();
   return context;
 }
 
@@ -349,20 +378,20 @@ SavedMark::SavedMark(const at::Tensor& tensor) {
   Block* const block = block_of(tensor.storage().data_ptr());
   if (block == nullptr) return;
   storage_ = tensor.storage();
-  block_ = block;
   State& s = state();
   const std::lock_guard lock(s.mutex);
+  number_ = block->number;
   recount(s, *block, [](Block& b) { ++b.saved_marks; });
 }
 
 SavedMark::SavedMark(SavedMark&& other) noexcept
-    : storage_(std::move(other.storage_)), block_(std::exchange(other.block_, nullptr)) {}
+    : storage_(std::move(other.storage_)), number_(std::exchange(other.number_, 0)) {}
 
 SavedMark& SavedMark::operator=(SavedMark&& other) noexcept {
   if (this != &other) {
     release();
     storage_ = std::move(other.storage_);
-    block_ = std::exchange(other.block_, nullptr);
+    number_ = std::exchange(other.number_, 0);
   }
   return *this;
 }
@@ -370,14 +399,14 @@ SavedMark& SavedMark::operator=(SavedMark&& other) noexcept {
 SavedMark::~SavedMark() { release(); }
 
 void SavedMark::release() {
-  // A storage may have been given other memory since (resize_); that block was freed with its
-  // marks.
-  if (block_ != nullptr && block_of(storage_.data_ptr()) == block_) {
+  // A storage may have been given other memory since (resize_); that block was freed with its marks.
+  if (number_ != 0) {
+    Block* const block = block_of(storage_.data_ptr());
     State& s = state();
     const std::lock_guard lock(s.mutex);
-    recount(s, *static_cast<Block*>(block_), [](Block& b) { --b.saved_marks; });
+    if (block != nullptr && block->number == number_) recount(s, *block, [](Block& b) { --b.saved_marks; });
   }
-  block_ = nullptr;
+  number_ = 0;
   storage_ = c10::Storage();
 }
 
@@ -412,6 +441,19 @@ OperatorNaming::~OperatorNaming() {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   if (--s.naming == 0) at::removeCallback(s.naming_handle);
+}
+
+PressureGuard::PressureGuard(PressureHandler handler)
+    : handler_(std::make_shared<PressureHandler>(std::move(handler))) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  s.pressure.push_back(handler_);
+}
+
+PressureGuard::~PressureGuard() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  std::erase(s.pressure, handler_);
 }
 
 DeviceMemory device_memory(c10::Device device) {

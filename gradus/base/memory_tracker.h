@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -123,7 +125,7 @@ class SavedMark {
  private:
   void release();
   c10::Storage storage_;
-  void* block_ = nullptr;
+  std::uint64_t number_ = 0;  // of the marked allocation; 0: none
 };
 
 /// Records which operator made each block, while it lives: for LiveBlock::operator_name.
@@ -155,6 +157,24 @@ class [[nodiscard]] MemoryLimit {
  private:
   OperatorNaming naming_;
   MemoryLimitOptions previous_;
+};
+
+/// Frees device memory so that an allocation of @p needed_bytes more than fits can go on; returns whether
+/// it freed anything. Called on the thread that allocates, which may be in the middle of an operator: it
+/// may drop references to tensors, and must not allocate device memory itself.
+using PressureHandler = std::function<bool(std::int64_t needed_bytes)>;
+
+/// Has @p handler asked before the device arena's limit refuses an allocation, while it lives. A nested one
+/// is asked first.
+class [[nodiscard]] PressureGuard {
+ public:
+  explicit PressureGuard(PressureHandler handler);
+  ~PressureGuard();
+  PressureGuard(const PressureGuard&) = delete;
+  PressureGuard& operator=(const PressureGuard&) = delete;
+
+ private:
+  std::shared_ptr<PressureHandler> handler_;
 };
 
 /// Bytes of one device.

@@ -107,6 +107,30 @@ TEST_F(MemoryTrackerTest, SavedMarkKeepsItsStorageAndSurvivesAResize) {
   EXPECT_EQ(tracker.live(), start);
 }
 
+TEST_F(MemoryTrackerTest, AMarkDoesNotTouchALaterBlockAtTheSameAddress) {
+  at::Tensor x = torch::zeros({1000});
+  SavedMark first(x);
+  for (int i = 0; i < 20; ++i) {
+    x.storage().set_data_ptr_noswap(at::DataPtr());
+    x.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(c10::GetCPUAllocator()->allocate(4000));
+    SavedMark second(x);
+    first = SavedMark();
+    EXPECT_EQ(grown(MemoryCategory::activations), 4000);
+    first = std::move(second);
+  }
+}
+
+TEST_F(MemoryTrackerTest, AUsersRecordFunctionIsNoOperatorName) {
+  at::Tensor t;
+  const OperatorNaming naming;
+  {
+    std::string name(100, 'q');
+    RECORD_FUNCTION(name, std::vector<c10::IValue>{});
+    t = torch::empty({1 << 22}, at::kByte);
+  }
+  EXPECT_STREQ(tracker.largest(1)[0].operator_name, "aten::empty");
+}
+
 TEST_F(MemoryTrackerTest, AnAttributionAtThePeakBelongsToThePeak) {
   at::Tensor x = torch::zeros({1 << 16});
   const SavedMark mark(x);
@@ -188,6 +212,28 @@ TEST_F(MemoryTrackerTest, HostLimitIsItsOwn) {
   EXPECT_NO_THROW(torch::empty({4000}, at::kByte));
   const ArenaScope scope(Arena::host);
   EXPECT_THROW(torch::empty({4000}, at::kByte), MemoryLimitError);
+}
+
+TEST_F(MemoryTrackerTest, PressureHandlersFreeMemoryBeforeTheLimitRefuses) {
+  std::vector<at::Tensor> cache;
+  for (int i = 0; i < 8; ++i) cache.push_back(torch::empty({1000}, at::kByte));
+  int asked = 0;
+  const MemoryLimit limit({.device_bytes = tracker.live().total()});
+  {
+    const PressureGuard guard([&](std::int64_t needed) {
+      ++asked;
+      EXPECT_GT(needed, 0);
+      if (cache.empty()) return false;
+      cache.pop_back();
+      return true;
+    });
+    const at::Tensor t = torch::empty({2500}, at::kByte);
+    EXPECT_EQ(cache.size(), 5u);
+    EXPECT_EQ(asked, 3);
+    EXPECT_THROW(torch::empty({1 << 20}, at::kByte), MemoryLimitError);
+    EXPECT_TRUE(cache.empty());
+  }
+  EXPECT_THROW(torch::empty({1 << 20}, at::kByte), MemoryLimitError);
 }
 
 TEST_F(MemoryTrackerTest, TimelineKeepsThePeakWhenItMergesPoints) {

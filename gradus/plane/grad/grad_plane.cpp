@@ -161,17 +161,27 @@ class AccumulatedHooks final : public torch::autograd::PostAccumulateGradHook {
 
 }  // namespace
 
+namespace {
+
+// A leaf holds its accumulator weakly: a hook on one keeps it, or the hook would go with the view.
+template <typename State>
+Hook hold(std::shared_ptr<State> state, const NodeView& node) {
+  return Hook(std::make_shared<std::pair<std::shared_ptr<State>, NodeView>>(std::move(state), node));
+}
+
+}  // namespace
+
 Hook before(const NodeView& node, std::function<void(std::vector<at::Tensor>&)> fn) {
   auto state = std::make_shared<BeforeHook::State>(std::move(fn));
   Access::node(node).add_pre_hook(std::make_unique<BeforeHook>(state));
-  return Hook(std::move(state));
+  return hold(std::move(state), node);
 }
 
 Hook after(const NodeView& node,
            std::function<void(std::vector<at::Tensor>&, const std::vector<at::Tensor>&)> fn) {
   auto state = std::make_shared<AfterHook::State>(std::move(fn));
   Access::node(node).add_post_hook(std::make_unique<AfterHook>(state));
-  return Hook(std::move(state));
+  return hold(std::move(state), node);
 }
 
 Hook on_accumulated(const at::Tensor& leaf, std::function<void(const at::Tensor&)> fn) {

@@ -186,6 +186,14 @@ TEST_F(GradPlaneTest, DoubleBackwardRunsHooksOfTheGradientGraph) {
   EXPECT_TRUE(x.grad().equal(torch::full({2}, 6.0, at::kDouble)));
 }
 
+TEST_F(GradPlaneTest, AHookOnALeafsAccumulatorStaysThoughTheViewIsGone) {
+  auto w = torch::ones({2}).requires_grad_();
+  int calls = 0;
+  const Hook hook = before(gradient_edge(w).node, [&](auto&) { ++calls; });
+  (w * w).sum().backward();
+  EXPECT_EQ(calls, 1);
+}
+
 TEST_F(GradPlaneTest, RefusesWhatHasNoGradientByDescription) {
   EXPECT_THROW(std::ignore = on_accumulated(torch::ones({2}), [](const at::Tensor&) {}), UserError);
   EXPECT_THROW(

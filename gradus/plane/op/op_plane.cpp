@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -64,6 +65,7 @@ class Route {
         keys(keys),
         values(values),
         base(values.size() - op.schema().arguments().size()),
+        stack_kept(stack.shared_from_this()),
         stack(stack) {}
 
   void run(std::size_t position) {
@@ -85,6 +87,7 @@ class Route {
   const c10::DispatchKeySet keys;
   std::vector<c10::IValue>& values;
   const std::size_t base;  // index in values of the first argument, later of the first result
+  const std::shared_ptr<const Stack> stack_kept;  // a guard may end inside the call
   const Stack& stack;
   bool whole = false;
   bool modified = false;
@@ -106,6 +109,12 @@ class Route {
 
 namespace {
 
+void include_key(bool included) {
+  if (c10::impl::tls_is_dispatch_key_included(kKey) != included) {
+    c10::impl::tls_set_dispatch_key_included(kKey, included);
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
               std::vector<c10::IValue>* values) {
   const c10::OperatorHandle* const passing = std::exchange(let_through, nullptr);
@@ -114,17 +123,18 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     op.redispatchBoxed(after_plane(keys), values);
     return;
   }
+  if (!stack->any_active()) {
+    // A guard that ended inside a backward pass left this thread's earlier state to be put back.
+    Stack::drop_silent(kKind);
+    include_key(active());
+    op.redispatchBoxed(after_plane(keys), values);
+    return;
+  }
   internal::Route(op, keys, *values, *stack).run(0);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-}
-
-void include_key(bool included) {
-  if (c10::impl::tls_is_dispatch_key_included(kKey) != included) {
-    c10::impl::tls_set_dispatch_key_included(kKey, included);
-  }
 }
 
 }  // namespace
@@ -223,6 +233,13 @@ Guard push(Order order, std::shared_ptr<Handler> handler) {
   entry->entry = Stack::push(kKind, order, std::move(handler));
   include_key(true);
   return Guard(std::move(entry));
+}
+
+void call_kernel(const c10::OperatorHandle& op, std::vector<c10::IValue>& values) {
+  const KeyExclusion excluded(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  op.callBoxed(&values);
 }
 
 bool active() {

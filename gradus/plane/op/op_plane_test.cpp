@@ -386,6 +386,24 @@ TEST_F(OpPlaneTest, AHandlerThatForgetsTheCallIsADefectByName) {
   }
 }
 
+TEST_F(OpPlaneTest, AGuardMayEndInsideACallAndInsideABackwardPass) {
+  auto x = torch::ones({2}).requires_grad_();
+  int calls = 0;
+  Guard guard;
+  guard = push(Order::record, handler([&](Call& call) {
+                 ++calls;
+                 guard = Guard();
+                 call.proceed();
+               }));
+  auto y = x.exp();
+  EXPECT_EQ(calls, 1);
+  Guard other = push(Order::record, handler([](Call& call) { call.proceed(); }));
+  y.register_hook([&](at::Tensor) { other = Guard(); });
+  y.sum().backward();
+  x.exp();  // the thread's earlier state is back with a silent entry; this call drops it
+  EXPECT_FALSE(active());
+}
+
 TEST_F(OpPlaneTest, RefusesANullHandler) {
   EXPECT_THROW(std::ignore = push(Order::record, nullptr), UserError);
 }

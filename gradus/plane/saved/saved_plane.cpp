@@ -84,7 +84,8 @@ class Slot {
       version_ = counter_.current_version();
     }
     name_ = base::tensor_name(tensor);
-    sizes_ = tensor.sizes().vec();
+    // Nested tensors have no sizes of this kind.
+    if (!tensor.is_nested()) sizes_ = tensor.sizes().vec();
     dtype_ = tensor.scalar_type();
     // A hook that held the saved variable itself would keep its operator's node alive through its
     // own output.
@@ -132,7 +133,7 @@ class Slot {
     at::Tensor tensor = kept_.get();
     GRADUS_INTERNAL_CHECK(
         "saved_plane",
-        tensor.defined() && tensor.sizes() == at::IntArrayRef(sizes_) &&
+        tensor.defined() && (tensor.is_nested() || tensor.sizes() == at::IntArrayRef(sizes_)) &&
             tensor.scalar_type() == dtype_,
         "hooks gave back another tensor than was saved: ", base::describe_tensor(tensor), " for ",
         dtype_, " ", at::IntArrayRef(sizes_));
@@ -232,8 +233,9 @@ Guard push(Order order, std::shared_ptr<Hooks> hooks) {
                "since. Load gradus after it");
   static const std::shared_ptr<op::Handler> settler = std::make_shared<Settler>();
   op::Guard settling;
-  // Innermost of all: a settled value is what the kernel left.
-  if (hooks->reads_data()) settling = op::push(op::Order::gather, settler);
+  // Outermost of all: a call is over for the hooks when it is over for every handler, so that those that
+  // record how values were made know this one.
+  if (hooks->reads_data()) settling = op::push(op::Order::profile, settler);
   auto entry = std::make_shared<internal::Entry>();
   entry->entry = Stack::push(kKind, order, std::move(hooks));
   return Guard(std::move(entry), std::move(settling));

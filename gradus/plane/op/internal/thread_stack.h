@@ -30,7 +30,7 @@ struct StackEntry {
 /// with. Kept as DebugInfo because LibTorch carries that, unlike thread_local variables, to the
 /// engine's pool threads (re-entrant backward deeper than 60).
 template <typename Handler, typename Order>
-struct ThreadStack final : c10::DebugInfoBase {
+struct ThreadStack final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadStack<Handler, Order>> {
   using Entry = StackEntry<Handler, Order>;
 
   std::vector<std::shared_ptr<Entry>> entries;
@@ -73,6 +73,12 @@ struct ThreadStack final : c10::DebugInfoBase {
   static bool end(c10::DebugInfoKind kind, Entry& entry) noexcept {
     entry.active = false;
     if (entry.owner != std::this_thread::get_id()) return false;
+    drop_silent(kind);
+    return true;
+  }
+
+  /// Drops silent entries from the top of this thread's stack.
+  static void drop_silent(c10::DebugInfoKind kind) noexcept {
     for (const ThreadStack* top = current(kind);
          top != nullptr && top->own != nullptr && !top->own->active; top = current(kind)) {
       try {
@@ -82,7 +88,6 @@ struct ThreadStack final : c10::DebugInfoBase {
                 // until it ends
       }
     }
-    return true;
   }
 };
 
