@@ -19,11 +19,14 @@ import sys
 # Lowest first: a folder may include those above it in this list, and itself.
 LAYERS = [
     "base",
+    "solve",
     "plane/op",
     "plane/saved",
     "plane/grad",
     "amp",
     "recompute",
+    "offload",
+    "compress",
     "accumulate",
     "optim",
     "distributed/comm",

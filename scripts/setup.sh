@@ -53,8 +53,8 @@ done
 # --- System packages -------------------------------------------------------------------------------------------------
 
 packages=(
-  bible-kjv ca-certificates ccache libbenchmark-dev libcli11-dev libgmock-dev libgtest-dev libsentencepiece-dev
-  libtomlplusplus-dev make nlohmann-json3-dev)
+  bible-kjv ca-certificates ccache coinor-libcbc-dev libbenchmark-dev libcli11-dev libgmock-dev libgtest-dev libsentencepiece-dev
+  libtomlplusplus-dev liburing-dev make nlohmann-json3-dev)
 data_packages=(
   dataset-fashion-mnist libreoffice-help-de libreoffice-help-en-us libsword-utils linux-doc-6.1 python3.11-doc
   sword-text-kjv sword-text-sparv sword-text-web)

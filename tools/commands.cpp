@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -165,8 +166,9 @@ TrainedModel load_trained(const TrainConfig& config) {
   TrainedModel model;
   model.tokenizer = data::load_tokenizer((fs::path(config.train.out) / "tokenizer").string());
   const train::FoundState found = train::find_training_state(config.train.out);
-  for (const std::string& damaged : found.damaged) {
-    std::cerr << "gradus: warning: passed over a damaged training state: " << damaged << '\n';
+  for (const auto& [path, reason] : found.damaged) {
+    std::cerr << "gradus: warning: passed over a damaged training state: " << path << ": " << reason
+              << '\n';
   }
   GRADUS_CHECK("gradus", found.newest.has_value(), config.train.out,
                " must hold a good training state; it holds ",
@@ -186,6 +188,7 @@ struct RunArguments {
 void prepare_run(RunArguments& arguments) {
   arguments.config = run_config(arguments.directory);
   apply_flags(arguments.config, arguments.flags);
+  arguments.config.train.out = arguments.directory;
   train::validate(arguments.config);
   if (arguments.config.train.threads > 0)
     at::set_num_threads(static_cast<int>(arguments.config.train.threads));
@@ -198,8 +201,11 @@ int run_eval(const RunArguments& arguments) {
       config.data.corpus,
       {.kind = config.data.tokenizer, .vocabulary_size = config.data.vocabulary},
       config.data.cache);
-  GRADUS_CHECK("gradus", prepared.tokenizer->hash() == model.tokenizer->hash(),
-               "the corpus must be the one the model was trained on; its tokenizer is another now");
+  GRADUS_CHECK("gradus",
+               prepared.tokenizer->hash() == model.tokenizer->hash() &&
+                   prepared.tokens->info().corpus_hash == model.state.run.corpus_hash,
+               "the corpus must be the one the model was trained on; ", config.data.corpus,
+               " is another now");
   const auto split = data::split_tokens(prepared.tokens->size(),
                                         {.validation_ratio = config.data.validation_ratio});
   GRADUS_CHECK("gradus", !split.validation.empty(),
@@ -243,10 +249,21 @@ int run_launch(const LaunchArguments& arguments) {
   return result.interrupted_by == 0 ? 0 : 128 + result.interrupted_by;
 }
 
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+// An error is one line: those of a list are joined.
+std::string one_line(const std::string& text) {
+  std::string line;
+  std::istringstream lines(text);
+  for (std::string part; std::getline(lines, part);) {
+    part.erase(0, part.find_first_not_of(' '));
+    if (part.empty()) continue;
+    if (!line.empty()) line += line.ends_with(':') ? " " : "; ";
+    line += part;
+  }
+  return line;
+}
 
 int fail(const std::string& message, int code) {
-  std::cerr << "gradus: error: " << first_line(message) << '\n';
+  std::cerr << "gradus: error: " << one_line(message) << '\n';
   return code;
 }
 
@@ -324,6 +341,11 @@ void add_commands(CLI::App& app, Command& chosen) {
 
 int report_parse_error(const CLI::App& app, const CLI::ParseError& error) {
   if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+  if (app.get_subcommands().empty() && !app.remaining().empty()) {
+    return fail(base::join("there is no command '", app.remaining().front(),
+                           "' (gradus --help lists them)"),
+                kBadUsage);
+  }
   return fail(base::join(error.what(), " (gradus --help, or gradus COMMAND --help)"), kBadUsage);
 }
 

@@ -17,6 +17,8 @@ void remember(int signal) {
 void catch_stop_signals() {
   std::signal(SIGINT, &remember);
   std::signal(SIGTERM, &remember);
+  // A reader of our output that leaves (gradus train | head) is no reason to lose a run.
+  std::signal(SIGPIPE, SIG_IGN);
 }
 
 int stop_signal() { return received; }

@@ -250,7 +250,8 @@ class TrackingAllocator final : public c10::Allocator {
     if (excess(s, arena, bytes) > 0) refuse(s, arena, bytes);
   }
 
-  // Asks the pressure handlers, newest first, until the allocation fits or none of them frees anything.
+  // Asks the pressure handlers, newest first, until the allocation fits or none of them frees
+  // anything.
   static void make_room(State& s, Arena arena, std::int64_t bytes) {
     std::unique_lock lock(s.mutex);
     while (excess(s, arena, bytes) > 0) {
@@ -399,12 +400,14 @@ SavedMark& SavedMark::operator=(SavedMark&& other) noexcept {
 SavedMark::~SavedMark() { release(); }
 
 void SavedMark::release() {
-  // A storage may have been given other memory since (resize_); that block was freed with its marks.
+  // A storage may have been given other memory since (resize_); that block was freed with its
+  // marks.
   if (number_ != 0) {
     Block* const block = block_of(storage_.data_ptr());
     State& s = state();
     const std::lock_guard lock(s.mutex);
-    if (block != nullptr && block->number == number_) recount(s, *block, [](Block& b) { --b.saved_marks; });
+    if (block != nullptr && block->number == number_)
+      recount(s, *block, [](Block& b) { --b.saved_marks; });
   }
   number_ = 0;
   storage_ = c10::Storage();

@@ -159,13 +159,13 @@ class [[nodiscard]] MemoryLimit {
   MemoryLimitOptions previous_;
 };
 
-/// Frees device memory so that an allocation of @p needed_bytes more than fits can go on; returns whether
-/// it freed anything. Called on the thread that allocates, which may be in the middle of an operator: it
-/// may drop references to tensors, and must not allocate device memory itself.
+/// Frees device memory so that an allocation of @p needed_bytes more than fits can go on; returns
+/// whether it freed anything. Called on the thread that allocates, which may be in the middle of an
+/// operator: it may drop references to tensors, and must not allocate device memory itself.
 using PressureHandler = std::function<bool(std::int64_t needed_bytes)>;
 
-/// Has @p handler asked before the device arena's limit refuses an allocation, while it lives. A nested one
-/// is asked first.
+/// Has @p handler asked before the device arena's limit refuses an allocation, while it lives. A
+/// nested one is asked first.
 class [[nodiscard]] PressureGuard {
  public:
   explicit PressureGuard(PressureHandler handler);

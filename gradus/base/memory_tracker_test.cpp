@@ -112,7 +112,7 @@ TEST_F(MemoryTrackerTest, AMarkDoesNotTouchALaterBlockAtTheSameAddress) {
   SavedMark first(x);
   for (int i = 0; i < 20; ++i) {
     x.storage().set_data_ptr_noswap(at::DataPtr());
-    x.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(c10::GetCPUAllocator()->allocate(4000));
+    x.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::getCPUAllocator()->allocate(4000));
     SavedMark second(x);
     first = SavedMark();
     EXPECT_EQ(grown(MemoryCategory::activations), 4000);

@@ -355,7 +355,7 @@ std::string key_list(const char* title,
 }
 
 std::string sample(const ReportData& data) {
-  if (data.sample_prompt.empty() && data.sample_text.empty()) return "";
+  if (data.sample_text.empty()) return "";
   return section(
       "Text that the model wrote",
       "<pre>" +
@@ -368,7 +368,7 @@ std::string sample(const ReportData& data) {
 std::string header(const ReportData& data) {
   std::string html = "<header><h1>" + escape_html(data.title) + "</h1>";
   if (!data.status.empty()) {
-    html += "<span class=\"badge" + std::string(data.status == "finished" ? "" : " warn") + "\">" +
+    html += "<span class=\"badge" + std::string(data.status.starts_with("finished") ? "" : " warn") + "\">" +
             escape_html(data.status) + "</span>";
   }
   std::string line = data.model;

@@ -281,6 +281,14 @@ void validate(const TrainConfig& config) {
   GRADUS_CHECK("config", config.optimizer.warmup < config.train.steps,
                "optimizer.warmup must be below train.steps (", config.train.steps, "); got ",
                config.optimizer.warmup);
+  const auto decay = [](const char* key, double value) {
+    GRADUS_CHECK("config", value >= 0.0 && value < 1.0, key, " must be in [0, 1); got ", value);
+  };
+  decay("optimizer.beta1", config.optimizer.beta1);
+  decay("optimizer.beta2", config.optimizer.beta2);
+  within("optimizer.eps", config.optimizer.eps, 0.0, 1.0);
+  within("optimizer.weight_decay", config.optimizer.weight_decay, 0.0, 1e6);
+  within("optimizer.momentum", config.optimizer.momentum, 0.0, 1e6);
   within("optimizer.min_lr_ratio", config.optimizer.min_lr_ratio, 0.0, 1.0);
   within("optimizer.clip_norm", config.optimizer.clip_norm, 0.0, 1e30);
   if (!config.memory.limit.empty()) {
@@ -289,7 +297,11 @@ void validate(const TrainConfig& config) {
   }
   parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
   at_least("sample.tokens", config.sample.tokens, 0);
-  within("sample.temperature", config.sample.temperature, 0.0, 1e6);
+  GRADUS_CHECK("config",
+               config.sample.temperature == 0.0 ||
+                   (config.sample.temperature >= 1e-3 && config.sample.temperature <= 1e6),
+               "sample.temperature must be 0 (the likeliest token) or between 0.001 and 1e6; got ",
+               config.sample.temperature);
   at_least("sample.top_k", config.sample.top_k, 0);
   GRADUS_CHECK("config", config.sample.tokens == 0 || !config.sample.prompt.empty(),
                "sample.prompt must not be empty; give a text or set sample.tokens to 0");

@@ -99,7 +99,7 @@ std::optional<Measured> measure(std::int64_t batch, std::int64_t recomputed,
   return measured;
 }
 
-constexpr double kTimingNoise = 1.03;  // plans closer than this count as equally fast
+constexpr double kTimingNoise = 1.05;  // plans closer than this count as equally fast
 
 // Candidates by time; among equally fast ones those that recompute less, then those of fewer
 // micro-batches.
@@ -213,6 +213,11 @@ std::vector<PlanCandidate> best_of_levels(const std::vector<PlanCandidate>& by_t
                                          return l.plan.recomputed < r.plan.recomputed;
                                        });
   if (fewest != best.end()) std::rotate(best.begin(), fewest, fewest + 1);
+  // Nothing beats the plain step where it fits.
+  const auto plain =
+      std::find_if(by_time.begin(), by_time.end(),
+                   [](const PlanCandidate& candidate) { return candidate.plan == Plan{}; });
+  if (plain != by_time.end()) best.insert(best.begin(), *plain);
   return best;
 }
 
@@ -262,9 +267,11 @@ PlanChoice choose_plan(std::int64_t batch, std::int64_t segments, std::int64_t l
   std::int64_t refused = 0;
   for (const PlanCandidate& first_choice : best_of_levels(choice.candidates)) {
     // The fastest of a level may fail its trial; then the next fastest of that level is tried.
+    bool reached = false;
     for (const PlanCandidate& candidate : choice.candidates) {
       const Plan& plan = candidate.plan;
-      if (plan.recomputed != first_choice.plan.recomputed) continue;
+      reached = reached || plan == first_choice.plan;
+      if (!reached || plan.recomputed != first_choice.plan.recomputed) continue;
       const std::optional<Trial> proof =
           run(plan.largest(batch), plan.recomputed, plan.micro_batches > 1);
       if (!proof || (limit_bytes > 0 && proof->peak_bytes() > limit_bytes)) {

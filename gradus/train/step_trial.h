@@ -3,7 +3,9 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
+#include <gradus/accumulate/window.h>
 #include <gradus/base/clock.h>
 #include <gradus/data/batches.h>
 #include <gradus/models/gpt.h>
@@ -20,6 +22,10 @@ namespace gradus::train {
 /// real optimizer makes its own.
 class StepTrials {
  public:
+  /// Works as the trainer's step does, down to the window and the gradient norm, so that a plan
+  /// that passes here fits there. A copy of the weights waits in host memory: a probe's step may
+  /// write NaN even at rate 0.
+  ///
   /// @param batch  Sequences to take micro-batches from; repeated if a larger one is asked for.
   /// @param probe  An optimizer over all of @p gpt's parameters, at learning rate 0, without state.
   StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
@@ -30,13 +36,14 @@ class StepTrials {
   std::optional<Trial> run(std::int64_t size, std::int64_t recomputed, bool accumulating);
 
  private:
-  void micro_batch(std::int64_t size, std::int64_t recomputed);
-  void make_state();
+  void micro_batch(accumulate::GradientWindow& window, std::int64_t size, std::int64_t recomputed);
+  void optimizer_step();
 
   models::Gpt gpt_;
   data::Batch batch_;
   std::unique_ptr<optim::Optimizer> probe_;
   base::Clock clock_;
+  std::vector<at::Tensor> weights_;  // copies, in host memory
   bool ready_ = false;
 };
 

@@ -3,14 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <numeric>
 #include <ostream>
 #include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
-#include <torch/csrc/api/include/torch/utils.h>
 #include <torch/headeronly/version.h>
+#include <torch/utils.h>
 
 #include <gradus/accumulate/window.h>
 #include <gradus/base/byte_count.h>
@@ -27,6 +28,7 @@
 #include <gradus/train/generate.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
+#include <gradus/train/run_lock.h>
 #include <gradus/train/run_log.h>
 #include <gradus/train/step_trial.h>
 #include <gradus/train/training_state.h>
@@ -65,6 +67,15 @@ RunData make_data(const TrainConfig& config) {
   return {std::move(prepared), std::move(training), std::move(validation)};
 }
 
+// All that a plan depends on.
+std::string plan_inputs(const TrainConfig& config, std::int64_t vocabulary) {
+  const auto& m = config.model;
+  return base::join("limit ", config.memory.limit, ", plan ", config.memory.plan, ", batch ",
+                    config.train.batch, ", layers ", m.layers, ", heads ", m.heads, ", width ",
+                    m.width, ", context ", m.context, ", dropout ", m.dropout, ", bias ", m.bias,
+                    ", vocabulary ", vocabulary, ", optimizer ", config.optimizer.kind);
+}
+
 class Run {
  public:
   Run(const TrainConfig& config, bool resume, const TrainerEnvironment& environment);
@@ -75,7 +86,19 @@ class Run {
   void make_plan();
   void start_log();
   bool step();  // false if it was interrupted
-  void record_timeline(std::int64_t micro_batch, std::int64_t micro_batches);
+  // What a step is abandoned to.
+  struct StepStart {
+    base::RngState rng;
+    data::DataPosition position;
+    bool timeline;
+  };
+  void abandon_step(const StepStart& start);
+  [[noreturn]] void refuse_non_finite(const StepStart& start, const char* what, double value);
+  void remember_loss(double loss);
+  std::optional<accumulate::WindowResult> accumulate_batch(const data::Batch& batch, bool timeline);
+  void begin_phase(std::int64_t micro_batch, std::int64_t micro_batches);
+  void end_timeline(const base::MemoryBreakdown& peak);
+  void finish_step(report::StepMetrics& metrics);
   std::optional<double> evaluate_now();
   void save();
   void summarise(TrainOutcome& outcome);
@@ -87,6 +110,7 @@ class Run {
   const std::int64_t limit_bytes_;
   const at::Device device_;
   base::MemoryTracker& tracker_;
+  std::optional<RunLock> lock_;
   std::optional<SavedState> resumed_;
   std::optional<RunData> data_;
   models::Gpt gpt_{nullptr};
@@ -138,9 +162,17 @@ Run::Run(const TrainConfig& config, bool resume, const TrainerEnvironment& envir
     saved_step_ = state_.step;
     saved_path_ = resumed_->path;
     elapsed_before_ = state_.elapsed_s;
+    GRADUS_CHECK("train",
+                 state_.corpus_hash == data_->prepared.tokens->info().corpus_hash &&
+                     state_.tokenizer_hash == data_->prepared.tokenizer->hash(),
+                 "a run goes on with the text it began with; ", config_.data.corpus,
+                 " is another now, or is read "
+                 "with another tokenizer. Put it back, or start a new run");
     load_model(*resumed_, named_tensors(*gpt_));
     data_->training.seek(state_.position);
   }
+  state_.corpus_hash = data_->prepared.tokens->info().corpus_hash;
+  state_.tokenizer_hash = data_->prepared.tokenizer->hash();
   make_plan();
   optimizer_ = make_optimizer(config_.optimizer, *gpt_, config_.optimizer.lr);
   if (resumed_) {
@@ -162,43 +194,47 @@ Run::Run(const TrainConfig& config, bool resume, const TrainerEnvironment& envir
 void Run::open_directory() {
   const fs::path directory = config_.train.out;
   GRADUS_CHECK("train", !config_.train.out.empty(), "a run directory is required; set train.out");
-  FoundState found;
-  if (fs::exists(directory)) found = find_training_state(directory.string());
-  for (const std::string& damaged : found.damaged) {
-    environment_.out << "warning: passed over a damaged training state: " << damaged << '\n';
+  std::error_code error;
+  fs::create_directories(directory, error);
+  GRADUS_CHECK("train", !error, "the run directory ", directory.string(),
+               " cannot be made: ", error.message());
+  lock_.emplace(directory.string());
+  FoundState found = find_training_state(directory.string());
+  for (const auto& [path, reason] : found.damaged) {
+    environment_.out << "warning: passed over a damaged training state: " << path << ": " << reason
+                     << '\n';
   }
   if (resume_) {
     GRADUS_CHECK("train", found.newest.has_value(), "to resume, ", directory.string(),
                  " must hold a good training state; it holds ",
                  found.damaged.empty() ? "none" : "damaged ones only");
+    set_aside(found.damaged);
     resumed_ = std::move(found.newest);
     return;
   }
-  GRADUS_CHECK("train",
-               !found.newest && found.damaged.empty() && !fs::exists(directory / "metrics.jsonl"),
-               directory.string(),
+  // A run that ended before its first step has nothing to lose; its directory serves again.
+  const bool stepped = (found.newest && found.newest->run.step > 0) ||
+                       (fs::exists(directory / "metrics.jsonl") &&
+                        !report::read_metrics(directory / "metrics.jsonl").empty());
+  GRADUS_CHECK("train", !stepped && found.damaged.empty(), directory.string(),
                " already holds a run; continue it with --resume, or choose another --out");
-  std::error_code error;
-  fs::create_directories(directory, error);
-  GRADUS_CHECK("train", !error, "the run directory ", directory.string(),
-               " cannot be made: ", error.message());
 }
 
 void Run::make_plan() {
   const std::int64_t segments = config_.model.layers;
   const PlanRequest request =
       parse_plan_request(config_.memory.plan, config_.train.batch, segments);
-  if (resumed_ && state_.plan_request == config_.memory.plan &&
-      state_.memory_limit == config_.memory.limit) {
+  const std::string inputs = plan_inputs(config_, data_->prepared.tokenizer->vocabulary_size());
+  if (resumed_ && state_.plan_inputs == inputs)
     return;  // the same plan, or the run would not continue bit for bit
-  }
   if (resumed_) {
-    environment_.out << "note: memory.limit or memory.plan changed since the state was saved; a "
-                        "new plan may round "
+    environment_.out << "note: what the plan was made for changed since the state was saved; a new "
+                        "plan may round "
                         "differently from here on\n";
   }
-  state_.memory_limit = config_.memory.limit;
-  state_.plan_request = config_.memory.plan;
+  state_.plan_inputs = inputs;
+  state_.plain_peak_bytes = 0;
+  state_.peak_bytes = 0;  // that of steps under this plan
   if (!request.automatic) {
     state_.plan = request.plan;
     state_.plan_reason = "as asked";
@@ -218,6 +254,9 @@ void Run::make_plan() {
   const PlanChoice choice =
       choose_plan(config_.train.batch, segments, limit_bytes_,
                   [&](std::int64_t size, std::int64_t recomputed, bool accumulating) {
+                    if (environment_.should_stop()) {
+                      throw UserError("[train] interrupted while planning; nothing was trained");
+                    }
                     return trials.run(size, recomputed, accumulating);
                   });
   state_.plan = choice.plan;
@@ -226,10 +265,15 @@ void Run::make_plan() {
 }
 
 void Run::start_log() {
+  for (const auto& metrics :
+       resumed_ ? report::read_metrics(fs::path(config_.train.out) / "metrics.jsonl")
+                : std::vector<report::StepMetrics>()) {
+    if (metrics.step <= state_.step) remember_loss(metrics.loss);
+  }
   log_.emplace(config_.train.out, state_.step, config_.train.steps, limit_bytes_, environment_);
+  state::write_file_atomically((fs::path(config_.train.out) / "config.toml").string(),
+                               config_toml(config_));
   if (!resumed_) {
-    state::write_file_atomically((fs::path(config_.train.out) / "config.toml").string(),
-                                 config_toml(config_));
     data_->prepared.tokenizer->save((fs::path(config_.train.out) / "tokenizer").string());
   }
   std::int64_t parameters = 0;
@@ -262,7 +306,9 @@ void Run::start_log() {
   environment_.out << std::flush;
 }
 
-void Run::record_timeline(std::int64_t micro_batch, std::int64_t micro_batches) {
+// Phases of the recorded step: its first micro-batch, all others, the optimizer.
+void Run::begin_phase(std::int64_t micro_batch, std::int64_t micro_batches) {
+  if (micro_batch >= 2 && micro_batch < micro_batches) return;
   report::ReportData& report = log_->report();
   const double now = environment_.clock();
   if (!report.phases.empty()) report.phases.back().end_s = now;
@@ -270,69 +316,91 @@ void Run::record_timeline(std::int64_t micro_batch, std::int64_t micro_batches) 
                      : micro_batches == 1         ? "forward and backward"
                      : micro_batch == 0           ? "first micro-batch"
                                                   : "further micro-batches";
-  if (micro_batch >= 2 && micro_batch < micro_batches) return;
   report.phases.push_back({std::move(name), now, now});
 }
 
-bool Run::step() {
-  const base::RngState rng_before = base::RngState::capture();
-  const data::DataPosition position_before = data_->training.position();
-  const double start = environment_.clock();
-  // The first step of a process makes the optimizer's state; the second one is like all others.
-  const bool timeline =
-      log_->report().step_timeline.empty() && !optimizer_->state_tensors().empty();
-  tracker_.reset_peak();
-  if (timeline) tracker_.start_timeline();
+// The loss that summaries show is the mean of the last ten steps.
+void Run::remember_loss(double loss) {
+  recent_losses_.push_back(loss);
+  if (recent_losses_.size() > 10) recent_losses_.erase(recent_losses_.begin());
+  state_.last_loss = std::accumulate(recent_losses_.begin(), recent_losses_.end(), 0.0) /
+                     static_cast<double>(recent_losses_.size());
+}
 
-  const data::Batch batch = data_->training.next();
-  const std::int64_t tokens = batch.inputs.numel();
-  window_->expect_total_weight(static_cast<double>(tokens));
+// Goes back to the last step boundary, as if this step had never begun.
+void Run::abandon_step(const StepStart& start) {
+  window_->reset();
+  data_->training.seek(start.position);
+  start.rng.restore();
+  if (start.timeline) {
+    tracker_.stop_timeline();
+    log_->report().phases.clear();
+  }
+}
+
+void Run::refuse_non_finite(const StepStart& start, const char* what, double value) {
+  abandon_step(start);
+  optimizer_->zero_grad();
+  throw UserError(base::join("[train] the ", what, " must stay finite; it is ", value, " at step ",
+                             state_.step + 1, ". The last training state, of step ", saved_step_,
+                             ", stands in ", saved_path_,
+                             "; resume from it with a lower --lr or --clip-norm"));
+}
+
+// Forward and backward of one batch, micro-batch by micro-batch; nothing if it was told to stop.
+std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch& batch,
+                                                              bool timeline) {
+  window_->expect_total_weight(static_cast<double>(batch.inputs.numel()));
   const std::vector<std::int64_t> sizes = state_.plan.sizes(batch.size());
-  std::int64_t at = 0;
-  for (std::size_t i = 0; i < sizes.size(); ++i) {
-    if (timeline)
-      record_timeline(static_cast<std::int64_t>(i), static_cast<std::int64_t>(sizes.size()));
-    at::Tensor inputs, targets;
-    {
-      const base::MemoryCategoryScope category(MemoryCategory::inputs);
-      inputs = batch.inputs.narrow(0, at, sizes[i]).to(device_);
-      targets = batch.targets.narrow(0, at, sizes[i]).to(device_);
-    }
-    at += sizes[i];
+  const auto count = static_cast<std::int64_t>(sizes.size());
+  std::int64_t begin = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (timeline) begin_phase(i, count);
+    const std::int64_t size = sizes[static_cast<std::size_t>(i)];
+    const at::Tensor inputs = batch.inputs.narrow(0, begin, size).to(device_);
+    const at::Tensor targets = batch.targets.narrow(0, begin, size).to(device_);
+    begin += size;
     window_->backward(language_model_loss(*gpt_, inputs, targets, state_.plan.recomputed),
                       static_cast<double>(inputs.numel()));
-    if (environment_.should_stop()) {
-      // As if this step had never begun: the state saved is that of the last whole step.
-      window_->reset();
-      data_->training.seek(position_before);
-      rng_before.restore();
-      if (timeline) {
-        tracker_.stop_timeline();
-        log_->report().phases.clear();
-      }
-      return false;
-    }
+    if (environment_.should_stop()) return std::nullopt;
   }
-  if (timeline)
-    record_timeline(static_cast<std::int64_t>(sizes.size()),
-                    static_cast<std::int64_t>(sizes.size()));
-  const accumulate::WindowResult result = window_->finish();
-  if (!std::isfinite(result.loss)) {
-    optimizer_->zero_grad();
-    data_->training.seek(position_before);
-    rng_before.restore();
-    save();
-    throw UserError(base::join(
-        "[train] the loss must stay finite; it is ", result.loss, " at step ", state_.step + 1,
-        ". The state before that step is saved; resume with a lower --lr or --clip-norm"));
-  }
+  if (timeline) begin_phase(count, count);
+  return window_->finish();
+}
+
+bool Run::step() {
+  const StepStart start{
+      base::RngState::capture(), data_->training.position(),
+      // The first step of a process makes the optimizer's state; the second one is like all others.
+      log_->report().step_timeline.empty() && !optimizer_->state_tensors().empty()};
+  const double start_s = environment_.clock();
+  tracker_.reset_peak();
+  if (start.timeline) tracker_.start_timeline();
+
+  std::optional<accumulate::WindowResult> result;
   report::StepMetrics metrics;
+  {
+    const data::Batch batch = [&] {
+      const base::MemoryCategoryScope category(MemoryCategory::inputs);
+      return data_->training.next();
+    }();
+    metrics.tokens = batch.inputs.numel();
+    result = accumulate_batch(batch, start.timeline);
+  }
+  if (!result) {
+    abandon_step(start);
+    return false;
+  }
+  if (!std::isfinite(result->loss)) refuse_non_finite(start, "loss", result->loss);
   metrics.lr = schedule_(state_.step);
   optimizer_->set_learning_rate(metrics.lr);
-  metrics.grad_norm =
-      config_.optimizer.clip_norm > 0.0
-          ? optim::clip_gradient_norm(gpt_->parameters(), config_.optimizer.clip_norm)
-          : optim::gradient_norm(gpt_->parameters());
+  metrics.grad_norm = optim::gradient_norm(gpt_->parameters());
+  if (!std::isfinite(metrics.grad_norm))
+    refuse_non_finite(start, "gradient norm", metrics.grad_norm);
+  if (config_.optimizer.clip_norm > 0.0) {
+    optim::scale_gradients(gpt_->parameters(),
+                           optim::clip_coefficient(metrics.grad_norm, config_.optimizer.clip_norm));
+  }
   {
     const base::MemoryCategoryScope category(MemoryCategory::optimizer_state);
     optimizer_->step();
@@ -340,28 +408,22 @@ bool Run::step() {
   optimizer_->zero_grad();
   metrics.peak = tracker_.peak();
   metrics.peak_bytes = metrics.peak.total();
-  if (timeline) {
-    report::ReportData& report = log_->report();
-    report.phases.back().end_s = environment_.clock();
-    report.step_timeline = tracker_.stop_timeline();
-    report.timeline_label = base::join("step ", state_.step + 1);
-    report.peak_breakdown = metrics.peak;
-  }
+  if (start.timeline) end_timeline(metrics.peak);
+  metrics.tokens_per_s =
+      static_cast<double>(metrics.tokens) / std::max(environment_.clock() - start_s, 1e-9);
+  metrics.loss = result->loss;
+  finish_step(metrics);
+  return true;
+}
 
+// Takes note of a step whose weights are written.
+void Run::finish_step(report::StepMetrics& metrics) {
   ++state_.step;
   state_.position = data_->training.position();
   state_.peak_bytes = std::max(state_.peak_bytes, metrics.peak_bytes);
-  if (state_.step == 1) state_.first_loss = result.loss;
-  recent_losses_.push_back(result.loss);
-  if (recent_losses_.size() > 10) recent_losses_.erase(recent_losses_.begin());
-  double sum = 0.0;
-  for (const double loss : recent_losses_) sum += loss;
-  state_.last_loss = sum / static_cast<double>(recent_losses_.size());
-
+  if (state_.step == 1) state_.first_loss = metrics.loss;
+  remember_loss(metrics.loss);
   metrics.step = state_.step;
-  metrics.loss = result.loss;
-  metrics.tokens = tokens;
-  metrics.tokens_per_s = static_cast<double>(tokens) / std::max(environment_.clock() - start, 1e-9);
   if (config_.train.eval_every > 0 &&
       (state_.step % config_.train.eval_every == 0 || state_.step == config_.train.steps)) {
     metrics.validation_loss = evaluate_now();
@@ -369,7 +431,14 @@ bool Run::step() {
   metrics.elapsed_s = elapsed();
   log_->step(metrics);
   base::step_boundary().notify(state_.step);
-  return true;
+}
+
+void Run::end_timeline(const base::MemoryBreakdown& peak) {
+  report::ReportData& report = log_->report();
+  report.phases.back().end_s = environment_.clock();
+  report.step_timeline = tracker_.stop_timeline();
+  report.timeline_label = base::join("step ", state_.step + 1);
+  report.peak_breakdown = peak;
 }
 
 std::optional<double> Run::evaluate_now() {
@@ -397,14 +466,19 @@ void Run::summarise(TrainOutcome& outcome) {
                                       : base::join("finished ", state_.step, " steps");
   report.peak_bytes = state_.peak_bytes;
   report.elapsed_s = elapsed();
-  report.sample_prompt = config_.sample.prompt;
-  report.sample_text = outcome.sample;
+  if (!outcome.sample.empty()) {
+    report.sample_prompt = config_.sample.prompt;
+    report.sample_text =
+        outcome.sample.substr(std::min(config_.sample.prompt.size(), outcome.sample.size()));
+  }
   outcome.report_path = log_->write_report();
 }
 
 TrainOutcome Run::execute() {
   started_ = environment_.clock();
   TrainOutcome outcome;
+  // From here on a run that ends in any way can be resumed.
+  if (!resumed_) save();
   while (state_.step < config_.train.steps && !outcome.interrupted) {
     outcome.interrupted = environment_.should_stop() || !step();
     if (!outcome.interrupted && config_.train.save_every > 0 &&

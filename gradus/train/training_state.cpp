@@ -41,8 +41,9 @@ json to_json(const RunState& run) {
           {"peak_bytes", run.peak_bytes},
           {"micro_batches", run.plan.micro_batches},
           {"recomputed", run.plan.recomputed},
-          {"memory_limit", run.memory_limit},
-          {"plan_request", run.plan_request},
+          {"plan_inputs", run.plan_inputs},
+          {"corpus_hash", run.corpus_hash},
+          {"tokenizer_hash", run.tokenizer_hash},
           {"plan_reason", run.plan_reason},
           {"plain_peak_bytes", run.plain_peak_bytes}};
 }
@@ -58,8 +59,9 @@ RunState from_json(const json& j) {
   run.peak_bytes = j.at("peak_bytes").get<std::int64_t>();
   run.plan.micro_batches = j.at("micro_batches").get<std::int64_t>();
   run.plan.recomputed = j.at("recomputed").get<std::int64_t>();
-  run.memory_limit = j.at("memory_limit").get<std::string>();
-  run.plan_request = j.at("plan_request").get<std::string>();
+  run.plan_inputs = j.at("plan_inputs").get<std::string>();
+  run.corpus_hash = j.at("corpus_hash").get<std::uint64_t>();
+  run.tokenizer_hash = j.at("tokenizer_hash").get<std::uint64_t>();
   run.plan_reason = j.at("plan_reason").get<std::string>();
   run.plain_peak_bytes = j.at("plain_peak_bytes").get<std::int64_t>();
   return run;
@@ -67,6 +69,11 @@ RunState from_json(const json& j) {
 
 std::string checksum(const fs::path& file) {
   return state::hash_text(state::content_hash(state::read_file(file)));
+}
+
+// Of the rest of state.json, which holds it.
+std::string checksum_of(const json& content) {
+  return state::hash_text(state::content_hash(content.dump()));
 }
 
 // Steps of the states in a directory, newest first.
@@ -82,7 +89,11 @@ std::vector<fs::path> saved_directories(const fs::path& directory) {
 }
 
 SavedState read_state(const fs::path& directory) {
-  const json j = json::parse(state::read_file(directory / "state.json"));
+  json j = json::parse(state::read_file(directory / "state.json"));
+  const std::string self = j.at("self").get<std::string>();
+  j.erase("self");
+  GRADUS_CHECK("state", self == checksum_of(j), (directory / "state.json").string(),
+               " is damaged: its checksum must be ", self, "; got ", checksum_of(j));
   GRADUS_CHECK("state", j.at("format").get<int>() == kFormat,
                "this build reads training states of format ", kFormat, "; got ",
                j.at("format").get<int>());
@@ -119,15 +130,17 @@ SavedState save_training_state(const std::string& run_directory, std::int64_t ke
   state::save_safetensors(output.file(kFiles[2]), rng_tensors);
   json checksums;
   for (const char* file : kFiles) checksums[file] = checksum(output.file(file));
-  const json content{
-      {"format", kFormat}, {"run", to_json(run)}, {"checksums", std::move(checksums)}};
+  json content{{"format", kFormat}, {"run", to_json(run)}, {"checksums", std::move(checksums)}};
+  content["self"] = checksum_of(content);
   state::write_file_atomically(output.file("state.json"), content.dump(2) + "\n");
   output.commit();
 
-  const std::vector<fs::path> saved = saved_directories(directory);
-  for (std::size_t i = static_cast<std::size_t>(keep); i < saved.size(); ++i) {
+  // Newest first; the one just written counts as the newest, whatever else lies there.
+  std::int64_t kept = 1;
+  for (const fs::path& old : saved_directories(directory)) {
+    if (old == target || kept++ < keep) continue;
     std::error_code ignored;  // an old state that stays costs disk space only
-    fs::remove_all(saved[i], ignored);
+    fs::remove_all(old, ignored);
   }
   return {target.string(), run};
 }
@@ -141,10 +154,21 @@ FoundState find_training_state(const std::string& run_directory) {
       found.newest = read_state(candidate);
       return found;
     } catch (const std::exception& error) {
-      found.damaged.push_back(base::join(candidate.string(), ": ", error.what()));
+      found.damaged.push_back({candidate.string(), error.what()});
     }
   }
   return found;
+}
+
+void set_aside(const std::vector<FoundState::Damaged>& damaged) {
+  for (const auto& [path, reason] : damaged) {
+    const fs::path from(path);
+    fs::path to = from.parent_path() / ("damaged-" + from.filename().string());
+    for (int n = 2; fs::exists(to); ++n) {
+      to = from.parent_path() / ("damaged-" + from.filename().string() + "-" + std::to_string(n));
+    }
+    fs::rename(from, to);
+  }
 }
 
 void load_model(const SavedState& saved,

@@ -24,10 +24,11 @@ struct RunState {
   double last_loss = 0.0;
   std::int64_t peak_bytes = 0;  ///< Highest of the run.
   Plan plan;
-  std::string memory_limit;  ///< memory.limit under which the plan was made.
-  std::string plan_request;  ///< memory.plan it came from.
   std::string plan_reason;
   std::int64_t plain_peak_bytes = 0;
+  std::string plan_inputs;  ///< What the plan was made for; another plan is made if it changes.
+  std::uint64_t corpus_hash = 0;     ///< Of the text trained on.
+  std::uint64_t tokenizer_hash = 0;  ///< Of the tokenizer it was read with.
 };
 
 /// A training state on disk: a directory `states/step-000000120` of the run directory with
@@ -38,7 +39,8 @@ struct SavedState {
   RunState run;
 };
 
-/// Writes one and then removes all but the newest @p keep.
+/// Writes one and then removes older ones but for the newest @p keep, the one just written among
+/// them.
 /// @throws UserError if writing fails (full disk): earlier states still stand.
 SavedState save_training_state(const std::string& run_directory, std::int64_t keep,
                                const RunState& run,
@@ -48,11 +50,18 @@ SavedState save_training_state(const std::string& run_directory, std::int64_t ke
 /// What find_training_state found.
 struct FoundState {
   std::optional<SavedState> newest;  ///< The newest good one.
-  std::vector<std::string> damaged;  ///< Why newer ones were passed over.
+  struct Damaged {
+    std::string path;
+    std::string reason;
+  };
+  std::vector<Damaged> damaged;  ///< Newer ones, passed over.
 };
 
 /// Looks for the newest state whose files are whole; removes what killed writers left.
 FoundState find_training_state(const std::string& run_directory);
+
+/// Renames damaged states to `damaged-step-...`, so that a run can go on beside them.
+void set_aside(const std::vector<FoundState::Damaged>& damaged);
 
 /// Copies a state's weights into @p model, in place. @throws UserError on any difference of names
 /// or shapes.

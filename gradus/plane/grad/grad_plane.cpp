@@ -166,7 +166,8 @@ namespace {
 // A leaf holds its accumulator weakly: a hook on one keeps it, or the hook would go with the view.
 template <typename State>
 Hook hold(std::shared_ptr<State> state, const NodeView& node) {
-  return Hook(std::make_shared<std::pair<std::shared_ptr<State>, NodeView>>(std::move(state), node));
+  return Hook(
+      std::make_shared<std::pair<std::shared_ptr<State>, NodeView>>(std::move(state), node));
 }
 
 }  // namespace

@@ -124,8 +124,9 @@ class [[nodiscard]] Guard {
 /// @throws UserError if @p handler is null.
 Guard push(Order order, std::shared_ptr<Handler> handler);
 
-/// Runs the kernel of @p op on @p values (arguments in, results out), below handlers, autocast and autograd:
-/// for running again a call that was seen at Frame::autograd, with arguments as they were then.
+/// Runs the kernel of @p op on @p values (arguments in, results out), below handlers, autocast and
+/// autograd: for running again a call that was seen at Frame::autograd, with arguments as they were
+/// then.
 void call_kernel(const c10::OperatorHandle& op, std::vector<c10::IValue>& values);
 
 /// True while this thread shows its calls to at least one handler.

@@ -50,7 +50,8 @@ Kept keep(const std::vector<std::shared_ptr<Hooks>>& hooks, std::size_t first, V
     Kept kept;
     kept.restore = std::move(packed->restore);
     for (at::Tensor& part : packed->payload) {
-      kept.parts.push_back(keep(hooks, i + 1, {std::move(part), value.maker}));
+      kept.parts.push_back(
+          keep(hooks, i + 1, {std::move(part), value.maker, /*saved_by_maker=*/false}));
     }
     return kept;
   }
@@ -77,7 +78,7 @@ struct Entry {
 // One saved tensor on its way through the hooks.
 class Slot {
  public:
-  explicit Slot(const at::Tensor& tensor) {
+  Slot(const at::Tensor& tensor, bool saved_by_maker) {
     versioned_ = !tensor.is_inference();
     if (versioned_) {
       counter_ = tensor.unsafeGetTensorImpl()->version_counter();
@@ -89,7 +90,7 @@ class Slot {
     dtype_ = tensor.scalar_type();
     // A hook that held the saved variable itself would keep its operator's node alive through its
     // own output.
-    value_ = {detached(tensor), operator_name};
+    value_ = {detached(tensor), operator_name, saved_by_maker};
     if (const Stack* const stack = Stack::current(kKind)) {
       for (const auto& entry : stack->entries) {
         if (entry->active) hooks_.push_back(entry->handler);
@@ -161,7 +162,7 @@ namespace {
 class SavedTensor final : public torch::autograd::SavedVariableHooks {
  public:
   void call_pack_hook(const at::Tensor& tensor) override {
-    slot_ = std::make_unique<internal::Slot>(tensor);
+    slot_ = std::make_unique<internal::Slot>(tensor, /*saved_by_maker=*/true);
   }
   at::Tensor call_unpack_hook() override { return slot_->get(); }
 
@@ -233,8 +234,8 @@ Guard push(Order order, std::shared_ptr<Hooks> hooks) {
                "since. Load gradus after it");
   static const std::shared_ptr<op::Handler> settler = std::make_shared<Settler>();
   op::Guard settling;
-  // Outermost of all: a call is over for the hooks when it is over for every handler, so that those that
-  // record how values were made know this one.
+  // Outermost of all: a call is over for the hooks when it is over for every handler, so that those
+  // that record how values were made know this one.
   if (hooks->reads_data()) settling = op::push(op::Order::profile, settler);
   auto entry = std::make_shared<internal::Entry>();
   entry->entry = Stack::push(kKind, order, std::move(hooks));
@@ -259,7 +260,8 @@ void Guard::end() noexcept {
 }
 
 Held::Held() = default;
-Held::Held(const at::Tensor& tensor) : slot_(std::make_unique<internal::Slot>(tensor)) {}
+Held::Held(const at::Tensor& tensor)
+    : slot_(std::make_unique<internal::Slot>(tensor, /*saved_by_maker=*/false)) {}
 Held::Held(Held&&) noexcept = default;
 Held& Held::operator=(Held&&) noexcept = default;
 Held::~Held() = default;

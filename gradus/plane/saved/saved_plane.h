@@ -29,6 +29,10 @@ struct Value {
       tensor;  ///< Detached; shares storage and version with what is saved. Do not change it.
   std::string_view
       maker;  ///< The operator that saves it ("aten::mm"), or "" outside any. Static storage.
+  /// True for what @p maker itself saved. False for what a technique keeps for purposes of its own:
+  /// a Held, a part of what an earlier hook keeps. Then the maker's backward formula does not tell
+  /// what is needed of it.
+  bool saved_by_maker = true;
 };
 
 /// What is kept of a saved tensor.

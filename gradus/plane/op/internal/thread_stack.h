@@ -30,7 +30,8 @@ struct StackEntry {
 /// with. Kept as DebugInfo because LibTorch carries that, unlike thread_local variables, to the
 /// engine's pool threads (re-entrant backward deeper than 60).
 template <typename Handler, typename Order>
-struct ThreadStack final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadStack<Handler, Order>> {
+struct ThreadStack final : c10::DebugInfoBase,
+                           std::enable_shared_from_this<ThreadStack<Handler, Order>> {
   using Entry = StackEntry<Handler, Order>;
 
   std::vector<std::shared_ptr<Entry>> entries;

@@ -1,0 +1,555 @@
+#include <gradus/recompute/internal/tape.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
+#include <gradus/base/names.h>
+#include <gradus/plane/saved/saved_plane.h>
+#include <gradus/recompute/internal/operator_facts.h>
+
+namespace gradus::recompute::internal {
+namespace {
+
+using plane::op::Call;
+using plane::op::Frame;
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+c10::weak_intrusive_ptr<c10::StorageImpl> weak(const at::Tensor& tensor) {
+  return c10::weak_intrusive_ptr<c10::StorageImpl>(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl()));
+}
+
+// Dense tensors over memory of their own; others pass through a recipe as they are, and are kept.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && tensor.layout() == at::kStrided &&
+         !tensor.is_conj() && !tensor.is_neg() && !tensor.is_quantized() && !tensor.is_inference();
+}
+
+at::Tensor over(const c10::Storage& storage, const Shape& shape) {
+  const at::NoGradGuard no_grad;
+  at::Tensor tensor = at::empty({0}, shape.options);
+  tensor.set_(storage, shape.offset, shape.sizes, shape.strides);
+  return tensor;
+}
+
+template <typename Visit>
+void visit_plain(const c10::IValue& value, Visit&& visit) {
+  if (value.isTensor()) {
+    if (is_plain(value.toTensor())) visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) visit_plain(element, visit);
+  }
+}
+
+// The generator that a call draws from: its argument, or the default one of the device it computes
+// on.
+at::Generator generator_of(const Call& call) {
+  if (!call.op().hasTag(at::Tag::nondeterministic_seeded)) return {};
+  c10::Device device(c10::kCPU);
+  for (const c10::IValue& value : call.arguments()) {
+    if (value.isGenerator() && value.toGenerator().defined()) return value.toGenerator();
+    if (value.isTensor() && value.toTensor().defined()) device = value.toTensor().device();
+    if (value.isDevice()) device = value.toDevice();
+  }
+  return at::globalContext().defaultGenerator(device);
+}
+
+}  // namespace
+
+Shape Tape::shape_of(const at::Tensor& tensor) {
+  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
+          tensor.options().requires_grad(false)};
+}
+
+// The content that a tensor shows now. Tensors the tape did not see made are outside: held strongly
+// if asked for.
+std::shared_ptr<Content> Tape::content_of(const at::Tensor& tensor, bool outside_too) {
+  const c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
+  const auto found = current_.find(key);
+  if (found != current_.end() && found->second->program.use_count() > 0) return found->second;
+  if (!outside_too) return nullptr;
+  const auto known = outside_.find(key);
+  if (known != outside_.end()) {
+    auto content = known->second.lock();
+    if (content != nullptr && content->version->current_version() == content->version_read)
+      return content;
+  }
+  auto content =
+      std::make_shared<Content>(static_cast<std::int64_t>(tensor.storage().nbytes()), weak(tensor));
+  content->storage = tensor.storage();
+  content->version = tensor.unsafeGetTensorImpl()->version_counter();
+  content->version_read = content->version->current_version();
+  content->description = base::describe_tensor(tensor);
+  outside_[key] = content;
+  return content;
+}
+
+// Called before an operator changes @p tensor in place: what the storage holds now is a content of
+// its own. Returns whether it came from outside.
+bool Tape::prepare_change(const at::Tensor& tensor) {
+  const auto content = content_of(tensor, true);
+  const c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
+  const bool outside = content->maker == nullptr;
+  if (outside) {
+    // It cannot be made again, and what was computed from it may have to be.
+    const at::NoGradGuard no_grad;
+    at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte).requires_grad(false));
+    bytes.set_(content->storage, 0, {content->bytes}, {1});
+    content->storage = bytes.clone().storage();
+    content->version.reset();
+    outside_.erase(key);
+  } else {
+    content->storage = c10::Storage();
+    current_.erase(key);
+  }
+  content->program =
+      c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>());
+  return outside;
+}
+
+Argument Tape::argument_of(const c10::IValue& value) {
+  Argument argument;
+  if (value.isTensor() && is_plain(value.toTensor())) {
+    const at::Tensor& tensor = value.toTensor();
+    argument.tensors.emplace_back(content_of(tensor, true), shape_of(tensor));
+    return argument;
+  }
+  argument.value = value;
+  if (!value.isList() || value.toListRef().empty()) return argument;
+  bool any = false;
+  for (const c10::IValue& element : value.toListRef()) {
+    const bool plain = element.isTensor() && is_plain(element.toTensor());
+    argument.present.push_back(plain);
+    any = any || plain;
+    if (plain)
+      argument.tensors.emplace_back(content_of(element.toTensor(), true),
+                                    shape_of(element.toTensor()));
+  }
+  if (!any) {
+    argument.present.clear();
+    return argument;
+  }
+  // The list itself must not hold the tensors.
+  std::vector<c10::IValue> rest;
+  std::size_t i = 0;
+  for (const c10::IValue& element : value.toListRef())
+    rest.push_back(argument.present[i++] ? c10::IValue() : element);
+  argument.value = c10::IValue(c10::ivalue::Tuple::create(std::move(rest)));
+  return argument;
+}
+
+void Tape::call(Call& call) {
+  // Below autograd are parts of kernels; in a backward pass nothing is recorded, so what a double
+  // backward saves is kept.
+  const Frame frame = call.frame();
+  if (frame != Frame::autograd || plane::saved::current_backward() >= 0) {
+    call.proceed();
+    return;
+  }
+  record(call);
+}
+
+void Tape::record(Call& call) {
+  std::shared_ptr<Recipe> recipe = std::make_shared<Recipe>(call.op());
+  struct Changed {
+    std::size_t argument;
+    at::Tensor tensor;
+    bool outside;
+  };
+  std::vector<Changed> changed;
+  std::vector<const c10::StorageImpl*> taken;
+  {
+    const std::lock_guard lock(mutex_);
+    if (++calls_since_purge_ >= 256) purge();
+    recipe->number = ++clock_;
+    const auto arguments = call.arguments();
+    recipe->arguments.reserve(arguments.size());
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      visit_plain(arguments[i], [&](const at::Tensor& t) {
+        taken.push_back(t.storage().unsafeGetStorageImpl());
+      });
+      recipe->arguments.push_back(argument_of(arguments[i]));
+      for (const auto& [content, shape] : recipe->arguments.back().tensors)
+        content->last_used = clock_;
+      if (changes_argument(call.schema(), i,
+                           [&](std::size_t k) -> const c10::IValue& { return arguments[k]; })) {
+        visit_plain(arguments[i],
+                    [&](const at::Tensor& t) { changed.push_back({i, t, prepare_change(t)}); });
+      }
+    }
+    recipe->grad_mode = at::GradMode::is_enabled();
+    recipe->generator = generator_of(call);
+    if (recipe->generator.defined()) {
+      const base::ArenaScope host(base::Arena::host);
+      const std::lock_guard generator_lock(recipe->generator.mutex());
+      recipe->generator_state = recipe->generator.get_state();
+    }
+  }
+  const auto start = Clock::now();
+  call.proceed();
+  recipe->seconds = seconds_since(start);
+
+  const std::lock_guard lock(mutex_);
+  bool makes = false;
+  const auto add = [&](const at::Tensor& tensor, std::size_t output) {
+    auto content = std::make_shared<Content>(static_cast<std::int64_t>(tensor.storage().nbytes()),
+                                             weak(tensor));
+    content->maker = recipe;
+    content->output = output;
+    content->last_used = clock_;
+    recipe->made.push_back(content);
+    current_[tensor.storage().unsafeGetStorageImpl()] = content;
+    makes = true;
+  };
+  for (const Changed& change : changed) {
+    // Results are numbered first, changed arguments behind them. An outside tensor stays one: state
+    // that lives from step to step would otherwise tie every step's tape to the one before.
+    if (!change.outside) add(change.tensor, call.schema().returns().size() + change.argument);
+  }
+  const auto results = call.results();
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].isTensor()) {
+      // A list of results (split, unbind) holds views of an argument, or the operator is not
+      // recorded.
+      visit_plain(results[i], [&](const at::Tensor& t) {
+        const auto* const key = t.storage().unsafeGetStorageImpl();
+        if (std::find(taken.begin(), taken.end(), key) == taken.end()) current_.erase(key);
+      });
+      continue;
+    }
+    const at::Tensor& tensor = results[i].toTensor();
+    if (!is_plain(tensor)) continue;
+    const auto* const key = tensor.storage().unsafeGetStorageImpl();
+    if (std::find(taken.begin(), taken.end(), key) != taken.end())
+      continue;  // a view, or the changed argument
+    const auto found = current_.find(key);
+    if (found != current_.end() && found->second->maker == recipe)
+      continue;  // two results over one storage
+    add(tensor, i);
+  }
+  if (makes) ++statistics_.recorded;
+}
+
+// Forgets contents that the program dropped; whatever still needs one holds it.
+bool Tape::purge() {
+  calls_since_purge_ = 0;
+  const std::size_t before = current_.size();
+  if (saved_ == 0) {
+    // No backward pass is to come for anything recorded so far.
+    current_.clear();
+  } else {
+    std::erase_if(current_,
+                  [](const auto& entry) { return entry.second->program.use_count() == 0; });
+  }
+  std::erase_if(outside_, [](const auto& entry) { return entry.second.expired(); });
+  std::erase_if(kept_, [](const auto& weak_content) {
+    const auto content = weak_content.lock();
+    return content == nullptr || !content->storage;
+  });
+  return current_.size() < before;
+}
+
+std::shared_ptr<Content> Tape::find(const at::Tensor& tensor) {
+  if (!is_plain(tensor) || plane::saved::current_backward() >= 0) return nullptr;
+  const std::lock_guard lock(mutex_);
+  auto content = content_of(tensor, false);
+  return content != nullptr && replayable(*content) ? content : nullptr;
+}
+
+void Tape::save(const std::shared_ptr<Content>& content) {
+  const std::lock_guard lock(mutex_);
+  ++content->saved;
+  ++saved_;
+  content->last_used = clock_;
+  if (content->storage) return;
+  auto program = content->program.lock();
+  if (!program) return;
+  content->storage = c10::Storage(std::move(program));
+  kept_.push_back(content);
+}
+
+void Tape::release(const std::shared_ptr<Content>& content) {
+  const std::lock_guard lock(mutex_);
+  if (--content->saved == 0 && content->pins == 0) content->storage = c10::Storage();
+  // The end of a step: state that outlives it must not keep what it was computed from.
+  if (--saved_ == 0) purge();
+}
+
+at::Tensor Tape::get(const std::shared_ptr<Content>& content, const Shape& shape) {
+  const std::lock_guard lock(mutex_);
+  content->last_used = ++clock_;
+  return over(materialise(content), shape);
+}
+
+c10::Storage Tape::materialise(const std::shared_ptr<Content>& wanted) {
+  // A replay may not evict what it is about to read: the inputs, as far as they are there, of each
+  // recipe on the way from the wanted content to the one being made.
+  class Pins {
+   public:
+    void add(const std::shared_ptr<Content>& content) {
+      ++content->pins;
+      contents_.push_back(content);
+    }
+    void clear() {
+      for (const auto& content : contents_) --content->pins;
+      contents_.clear();
+    }
+    Pins() = default;
+    Pins(Pins&&) noexcept = default;
+    ~Pins() { clear(); }
+
+   private:
+    std::vector<std::shared_ptr<Content>> contents_;
+  };
+  struct Visit {
+    std::shared_ptr<Content> content;
+    Pins pins;
+  };
+  const auto ready = [](Content& content) {
+    if (content.storage) return true;
+    if (auto program = content.program.lock()) {
+      content.storage = c10::Storage(std::move(program));
+      return true;
+    }
+    return false;
+  };
+  const auto note = [this](const std::shared_ptr<Content>& content) {
+    if (content->maker != nullptr) kept_.push_back(content);
+  };
+  if (wanted->storage) return wanted->storage;
+  if (ready(*wanted)) {
+    note(wanted);
+    return wanted->storage;
+  }
+  const auto start = Clock::now();
+  // Depth first by an explicit stack: a chain of recipes may be as long as the program.
+  std::vector<Visit> path;
+  path.push_back({wanted, {}});
+  while (!path.empty()) {
+    Visit& visit = path.back();
+    Content& content = *visit.content;
+    if (!content.storage && ready(content)) note(visit.content);
+    if (content.storage) {
+      path.pop_back();
+      continue;
+    }
+    GRADUS_INTERNAL_CHECK("memory_budget", content.maker != nullptr,
+                          "a value that cannot be made again was dropped: ", content.description);
+    const std::shared_ptr<Recipe> recipe = content.maker;
+    visit.pins.clear();
+    std::shared_ptr<Content> missing;
+    for (const Argument& argument : recipe->arguments) {
+      for (const auto& [input, shape] : argument.tensors) {
+        if (!input->storage && ready(*input)) note(input);
+        if (input->storage) {
+          visit.pins.add(input);
+        } else if (missing == nullptr) {
+          missing = input;
+        }
+      }
+    }
+    if (missing != nullptr) {
+      path.push_back({std::move(missing), {}});
+      continue;
+    }
+    run(*recipe);
+    GRADUS_INTERNAL_CHECK("memory_budget", visit.content->storage, recipe->op.schema().name(),
+                          " was run again and did not make the value it made before");
+    path.pop_back();
+  }
+  statistics_.replay_seconds += seconds_since(start);
+  return wanted->storage;
+}
+
+void Tape::run(Recipe& recipe) {
+  // Some kernels make less when no gradient is wanted (the recurrent ones of oneDNN).
+  const at::AutoGradMode grad(recipe.grad_mode);
+  const c10::FunctionSchema& schema = recipe.op.schema();
+  std::vector<std::pair<std::size_t, at::Tensor>> changed;
+  torch::jit::Stack values;
+  values.reserve(recipe.arguments.size());
+  for (std::size_t i = 0; i < recipe.arguments.size(); ++i) {
+    const Argument& argument = recipe.arguments[i];
+    if (argument.tensors.empty()) {
+      values.push_back(argument.value);
+      continue;
+    }
+    const bool written = changes_argument(
+        schema, i, [&](std::size_t k) -> const c10::IValue& { return recipe.arguments[k].value; });
+    const auto tensor_over = [&](const std::pair<std::shared_ptr<Content>, Shape>& entry) {
+      const Content& content = *entry.first;
+      if (content.version && content.version->current_version() != content.version_read) {
+        throw UserError(base::join(
+            "[memory_budget] what a value is computed from must not change before backward; ",
+            content.description, " was at version ", content.version_read,
+            " and is now at version ", content.version->current_version(),
+            ". Change it after backward, or change a clone."));
+      }
+      if (!written) return over(content.storage, entry.second);
+      // The operator changes this argument; the content before it may be needed again.
+      at::Tensor bytes = at::empty({0}, entry.second.options.dtype(at::kByte));
+      bytes.set_(content.storage, 0, {content.bytes}, {1});
+      at::Tensor copy = over(bytes.clone().storage(), entry.second);
+      changed.emplace_back(i, copy);
+      return copy;
+    };
+    if (argument.present.empty()) {
+      values.emplace_back(tensor_over(argument.tensors[0]));
+      continue;
+    }
+    // A list: tensors over contents and other elements in their places.
+    const auto& rest = argument.value.toTupleRef().elements();
+    std::size_t next = 0;
+    bool optional = false;
+    std::vector<std::optional<at::Tensor>> elements;
+    for (std::size_t k = 0; k < argument.present.size(); ++k) {
+      if (argument.present[k]) {
+        elements.emplace_back(tensor_over(argument.tensors[next++]));
+      } else if (rest[k].isTensor()) {
+        elements.emplace_back(rest[k].toTensor());
+      } else {
+        elements.emplace_back(std::nullopt);
+        optional = true;
+      }
+    }
+    const auto type = schema.arguments()[i].type();
+    optional = optional || type->containedType(0)->kind() == c10::TypeKind::OptionalType;
+    if (optional) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (auto& element : elements) list.push_back(std::move(element));
+      values.emplace_back(std::move(list));
+    } else {
+      std::vector<at::Tensor> list;
+      for (auto& element : elements) list.push_back(std::move(*element));
+      values.emplace_back(std::move(list));
+    }
+  }
+  std::optional<at::Tensor> generator_after;
+  if (recipe.generator.defined()) {
+    const base::ArenaScope host(base::Arena::host);
+    const std::lock_guard lock(recipe.generator.mutex());
+    generator_after = recipe.generator.get_state();
+    recipe.generator.set_state(recipe.generator_state);
+  }
+  struct Restore {
+    at::Generator generator;
+    std::optional<at::Tensor>& state;
+    ~Restore() {
+      if (!state) return;
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(*state);
+    }
+  } const restore{recipe.generator, generator_after};
+  // Kernels only: the call was recorded just above autograd, its arguments are cast already, and it
+  // must not be recorded again.
+  plane::op::call_kernel(recipe.op, values);
+  ++statistics_.replayed;
+
+  for (const auto& weak_made : recipe.made) {
+    const auto made = weak_made.lock();
+    if (made == nullptr || made->storage) continue;
+    at::Tensor tensor;
+    if (made->output < schema.returns().size()) {
+      tensor = values[made->output].toTensor();
+    } else {
+      const std::size_t index = made->output - schema.returns().size();
+      const auto found = std::find_if(changed.begin(), changed.end(),
+                                      [&](const auto& c) { return c.first == index; });
+      if (found == changed.end()) continue;
+      tensor = found->second;
+    }
+    made->storage = tensor.storage();
+    made->last_used = clock_;
+    kept_.push_back(made);
+  }
+}
+
+std::int64_t Tape::evict(std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const bool purged = purge();
+  // What it would take to make each content again: its own call, and all calls before it whose
+  // results are gone. One pass in the order of the calls; a shared ancestor counts for each of its
+  // users, which errs towards keeping it.
+  struct Candidate {
+    std::shared_ptr<Content> content;
+    double score;
+  };
+  std::unordered_map<const Recipe*, double> cost;
+  const auto cost_of = [&](const std::shared_ptr<Recipe>& first) {
+    std::vector<const Recipe*> stack{first.get()};
+    while (!stack.empty()) {
+      const Recipe* const recipe = stack.back();
+      if (cost.contains(recipe)) {
+        stack.pop_back();
+        continue;
+      }
+      double sum = recipe->seconds;
+      bool complete = true;
+      for (const Argument& argument : recipe->arguments) {
+        for (const auto& [input, shape] : argument.tensors) {
+          if (input->storage || input->program.use_count() > 0 || input->maker == nullptr) continue;
+          const auto known = cost.find(input->maker.get());
+          if (known == cost.end()) {
+            stack.push_back(input->maker.get());
+            complete = false;
+          } else {
+            sum += known->second;
+          }
+        }
+      }
+      if (!complete) continue;
+      cost[recipe] = sum;
+      stack.pop_back();
+    }
+    return cost[first.get()];
+  };
+  std::vector<Candidate> candidates;
+  for (const auto& weak_content : kept_) {
+    auto content = weak_content.lock();
+    if (content == nullptr || !content->storage || content->pins > 0 || content->bytes == 0)
+      continue;
+    // Somebody else holds the memory too: dropping our handle would free nothing.
+    if (content->storage.use_count() > 1) continue;
+    const double staleness = static_cast<double>(clock_ - content->last_used + 1);
+    const double score =
+        content->saved == 0
+            ? 0.0  // made on the way to another value; nobody has asked for it
+            : (cost_of(content->maker) + 1e-7) / (static_cast<double>(content->bytes) * staleness);
+    candidates.push_back({std::move(content), score});
+  }
+  std::sort(candidates.begin(), candidates.end(), [](const Candidate& l, const Candidate& r) {
+    return l.score != r.score ? l.score < r.score
+                              : l.content->maker->number < r.content->maker->number;
+  });
+  std::int64_t freed = 0;
+  for (const Candidate& candidate : candidates) {
+    if (freed >= bytes) break;
+    if (!candidate.content->storage) continue;  // listed twice
+    candidate.content->storage = c10::Storage();
+    freed += candidate.content->bytes;
+    ++statistics_.evicted;
+  }
+  statistics_.evicted_bytes += freed;
+  return freed > 0 || !purged ? freed : 1;  // forgetting may have freed tensors from outside
+}
+
+BudgetStatistics Tape::statistics() const {
+  const std::lock_guard lock(mutex_);
+  return statistics_;
+}
+
+}  // namespace gradus::recompute::internal

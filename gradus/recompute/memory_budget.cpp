@@ -1,0 +1,69 @@
+#include <gradus/recompute/memory_budget.h>
+
+#include <optional>
+
+#include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
+#include <gradus/plane/op/op_plane.h>
+#include <gradus/plane/saved/saved_plane.h>
+#include <gradus/recompute/internal/tape.h>
+
+namespace gradus::recompute {
+namespace {
+
+using internal::Content;
+using internal::Tape;
+using plane::saved::Packed;
+using plane::saved::Value;
+
+// Gives autograd's saved tensors to the tape.
+class TapeHooks final : public plane::saved::Hooks {
+ public:
+  explicit TapeHooks(std::shared_ptr<Tape> tape) : tape_(std::move(tape)) {}
+  std::optional<Packed> pack(const Value& value) override {
+    const std::shared_ptr<Content> content = tape_->find(value.tensor);
+    if (content == nullptr) return std::nullopt;
+    tape_->save(content);
+    // Ends when autograd drops the saved tensor, with the last copy of the function below.
+    const std::shared_ptr<void> lease(nullptr,
+                                      [tape = tape_, content](void*) { tape->release(content); });
+    return Packed{{}, [tape = tape_, content, shape = Tape::shape_of(value.tensor), lease](auto) {
+                    return tape->get(content, shape);
+                  }};
+  }
+
+ private:
+  std::shared_ptr<Tape> tape_;
+};
+
+}  // namespace
+
+struct MemoryBudget::State {
+  explicit State(std::int64_t limit_bytes)
+      : limit({.device_bytes = limit_bytes}),
+        pressure([tape = std::weak_ptr(tape)](std::int64_t needed) {
+          const auto alive = tape.lock();
+          return alive != nullptr && alive->evict(needed) > 0;
+        }),
+        watch(plane::op::push(plane::op::Order::record, tape)),
+        hooks(plane::saved::push(plane::saved::Order::rematerialise,
+                                 std::make_shared<TapeHooks>(tape))) {}
+
+  std::shared_ptr<Tape> tape = std::make_shared<Tape>();
+  base::MemoryLimit limit;
+  base::PressureGuard pressure;
+  plane::op::Guard watch;
+  plane::saved::Guard hooks;
+};
+
+MemoryBudget::MemoryBudget(const MemoryBudgetOptions& options) {
+  GRADUS_CHECK("memory_budget", options.limit_bytes >= 1, "limit_bytes must be at least 1; got ",
+               options.limit_bytes);
+  state_ = std::make_unique<State>(options.limit_bytes);
+}
+
+MemoryBudget::~MemoryBudget() = default;
+
+BudgetStatistics MemoryBudget::statistics() const { return state_->tape->statistics(); }
+
+}  // namespace gradus::recompute

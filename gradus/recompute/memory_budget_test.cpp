@@ -1,0 +1,490 @@
+#include <gradus/recompute/memory_budget.h>
+
+#include <functional>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <gradus/amp/autocast.h>
+#include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
+#include <gradus/base/names.h>
+#include <gradus/recompute/checkpoint.h>
+
+namespace gradus::recompute {
+namespace {
+
+using testing::HasSubstr;
+
+// One training step: returns the tensors to compare. Makes its own leaves, the same every time.
+using Step = std::function<std::vector<at::Tensor>()>;
+
+struct Outcome {
+  std::vector<at::Tensor> results;
+  at::Tensor next_random;
+  std::int64_t peak = 0;  // above what was live before
+  BudgetStatistics statistics;
+};
+
+// equal() alone calls two NaNs different.
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  const auto as_bytes = [](const at::Tensor& t) {
+    return t.contiguous().flatten().view(at::kByte);
+  };
+  return a.numel() == 0 || as_bytes(a).equal(as_bytes(b));
+}
+
+class MemoryBudgetTest : public testing::Test {
+ protected:
+  void SetUp() override { at::set_num_threads(1); }
+
+  Outcome run(const Step& step, std::optional<std::int64_t> budget_bytes = std::nullopt) {
+    torch::manual_seed(11);
+    Outcome outcome;
+    const std::int64_t live = tracker.live().total();
+    std::optional<MemoryBudget> budget;
+    if (budget_bytes) budget.emplace(MemoryBudgetOptions{.limit_bytes = live + *budget_bytes});
+    tracker.reset_peak();
+    outcome.results = step();
+    outcome.peak = tracker.peak().total() - live;
+    outcome.next_random = torch::rand({3});
+    if (budget) outcome.statistics = budget->statistics();
+    return outcome;
+  }
+
+  // Plain against shares of the plain peak, down to the given one: bit-equal, and inside the
+  // budget.
+  void expect_equal_down_to(const Step& step, double least_share) {
+    run(step);  // warm
+    const Outcome plain = run(step);
+    for (const double share : {1.0, 0.75, 0.5, 0.35, 0.25}) {
+      if (share < least_share) break;
+      SCOPED_TRACE("share " + std::to_string(share));
+      const auto budget = static_cast<std::int64_t>(share * static_cast<double>(plain.peak));
+      const Outcome limited = run(step, budget);
+      EXPECT_LE(limited.peak, budget);
+      if (share < 0.9) EXPECT_GT(limited.statistics.replayed, 0);
+      ASSERT_EQ(limited.results.size(), plain.results.size());
+      for (std::size_t i = 0; i < plain.results.size(); ++i) {
+        ASSERT_EQ(plain.results[i].defined(), limited.results[i].defined()) << i;
+        if (plain.results[i].defined())
+          EXPECT_TRUE(same_bits(plain.results[i], limited.results[i])) << i;
+      }
+      EXPECT_TRUE(limited.next_random.equal(plain.next_random));
+    }
+  }
+
+  base::MemoryTracker& tracker = base::MemoryTracker::install();
+};
+
+template <typename Module>
+std::vector<at::Tensor> gradients(const Module& module) {
+  std::vector<at::Tensor> result;
+  for (const auto& p : module->parameters()) result.push_back(p.grad());
+  for (const auto& b : module->buffers()) result.push_back(b.clone());
+  return result;
+}
+
+TEST_F(MemoryBudgetTest, ADeepChainEqualsPlainAtAQuarterOfThePeak) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto x = torch::randn({64, 256}).requires_grad_();
+        auto y = x;
+        for (int i = 0; i < 40; ++i) y = at::dropout(y.tanh().sin(), 0.1, true);
+        y.pow(2).sum().backward();
+        return std::vector<at::Tensor>{x.grad()};
+      },
+      0.25);
+}
+
+TEST_F(MemoryBudgetTest, AnMlpWithNormAndDropoutEqualsPlain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        torch::nn::Sequential net;
+        for (int i = 0; i < 12; ++i) {
+          net->push_back(torch::nn::LayerNorm(torch::nn::LayerNormOptions({32})));
+          net->push_back(torch::nn::Linear(32, 128));
+          net->push_back(torch::nn::GELU());
+          net->push_back(torch::nn::Dropout(0.2));
+          net->push_back(torch::nn::Linear(128, 32));
+          net->push_back(torch::nn::Tanh());
+        }
+        net->forward(torch::randn({512, 32})).pow(2).mean().backward();
+        return gradients(net);
+      },
+      0.25);
+}
+
+TEST_F(MemoryBudgetTest, AConvolutionNetWithBatchNormInPlaceReluAndSkipsEqualsPlain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        struct Net : torch::nn::Module {
+          std::vector<torch::nn::Conv2d> convs;
+          std::vector<torch::nn::BatchNorm2d> norms;
+          Net() {
+            for (int i = 0; i < 8; ++i) {
+              convs.push_back(
+                  register_module("c" + std::to_string(i),
+                                  torch::nn::Conv2d(torch::nn::Conv2dOptions(8, 8, 3).padding(1))));
+              norms.push_back(register_module("n" + std::to_string(i), torch::nn::BatchNorm2d(8)));
+            }
+          }
+          at::Tensor forward(at::Tensor x) {
+            for (std::size_t i = 0; i < convs.size(); i += 2) {
+              auto y = norms[i](convs[i](x)).relu_();
+              y = norms[i + 1](convs[i + 1](y));
+              y += x;
+              x = at::relu_(y);
+            }
+            return at::max_pool2d(x, {2, 2});
+          }
+        };
+        auto net = std::make_shared<Net>();
+        net->forward(torch::randn({8, 8, 24, 24})).pow(2).mean().backward();
+        return gradients(net);
+      },
+      0.5);
+}
+
+TEST_F(MemoryBudgetTest, RecurrentAndAttentionModulesEqualPlain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        torch::nn::LSTM lstm(16, 16);
+        torch::nn::GRU gru(16, 16);
+        torch::nn::MultiheadAttention attention(16, 2);
+        auto x = torch::randn({24, 8, 16}).requires_grad_();
+        auto h = std::get<0>(gru(std::get<0>(lstm(x))));
+        auto y = std::get<0>(attention(h, h, h));
+        y.pow(2).sum().backward();
+        auto result = gradients(lstm);
+        for (auto& g : gradients(gru)) result.push_back(g);
+        for (auto& g : gradients(attention)) result.push_back(g);
+        result.push_back(x.grad());
+        return result;
+      },
+      1.0);
+}
+
+TEST_F(MemoryBudgetTest, AttentionWithDropoutEqualsPlain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto q = torch::randn({2, 4, 48, 16}).requires_grad_();
+        auto h = q;
+        for (int i = 0; i < 4; ++i)
+          h = at::scaled_dot_product_attention(h, h, h, {}, 0.1, true) + h;
+        h.pow(2).sum().backward();
+        return std::vector<at::Tensor>{q.grad()};
+      },
+      0.35);
+}
+
+TEST_F(MemoryBudgetTest, AutocastEqualsPlain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        torch::nn::Sequential net;
+        for (int i = 0; i < 10; ++i) {
+          net->push_back(torch::nn::Linear(64, 64));
+          net->push_back(torch::nn::GELU());
+        }
+        at::Tensor loss;
+        {
+          const amp::AutocastGuard guard({.dtype = at::kBFloat16});
+          loss = net->forward(torch::randn({256, 64})).to(at::kFloat).pow(2).mean();
+          loss.backward();
+        }
+        return gradients(net);
+      },
+      0.5);
+}
+
+TEST_F(MemoryBudgetTest, AProgramWithViewsInPlaceWritesAndSharedTensorsEqualsPlain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto w = torch::randn({64, 64}).requires_grad_();
+        auto x = torch::randn({64, 64});
+        auto buffer = torch::zeros({64, 64});
+        auto y = at::mm(x, w);
+        for (int i = 0; i < 10; ++i) {
+          auto z = at::mm(y, w).sigmoid() * 1;
+          z.narrow(0, 0, 8).mul_(2);
+          auto parts = z.split(32, 1);
+          y = at::cat({parts[1], parts[0]}, 1).sin() + buffer;
+          {
+            at::NoGradGuard no_grad;
+            buffer.narrow(1, 0, 16).add_(y.detach().narrow(1, 0, 16));
+          }
+          y = y.index({torch::arange(63, -1, -1)}).t().contiguous();
+        }
+        y.pow(2).sum().backward();
+        return std::vector<at::Tensor>{w.grad(), buffer};
+      },
+      0.75);
+}
+
+TEST_F(MemoryBudgetTest, ACustomGeneratorDrawsTheSameNumbersAgain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+        auto x = torch::randn({64, 64}).requires_grad_();
+        auto y = x;
+        for (int i = 0; i < 12; ++i) {
+          y = (y * torch::empty({64, 64}).bernoulli_(0.5, generator)).exp().sin();
+        }
+        y.sum().backward();
+        return std::vector<at::Tensor>{x.grad(), torch::rand({2}, generator, at::TensorOptions())};
+      },
+      0.75);
+}
+
+TEST_F(MemoryBudgetTest, RetainGraphGivesTheSameGradientsTwice) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto x = torch::randn({64, 256}).requires_grad_();
+        auto y = x;
+        for (int i = 0; i < 20; ++i) y = y.tanh().sin();
+        auto loss = y.sum();
+        y.reset();
+        loss.backward({}, true);
+        auto first = x.grad().clone();
+        loss.backward();
+        return std::vector<at::Tensor>{first, x.grad()};
+      },
+      0.35);
+}
+
+TEST_F(MemoryBudgetTest, DoubleBackwardEqualsPlain) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto x = torch::randn({64, 64}, at::kDouble).requires_grad_();
+        auto y = x;
+        for (int i = 0; i < 10; ++i) y = (y * 0.9).tanh();
+        auto g = torch::autograd::grad({y.sum()}, {x}, {}, true, true)[0];
+        (g.pow(2).sum() + y.sum()).backward();
+        return std::vector<at::Tensor>{x.grad()};
+      },
+      1.0);
+}
+
+TEST_F(MemoryBudgetTest, NestsWithManualCheckpoints) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto x = torch::randn({64, 256}).requires_grad_();
+        auto y = x;
+        for (int i = 0; i < 8; ++i) {
+          y = y.sin();
+          y = checkpoint([](at::Tensor v) { return at::dropout(v.tanh().exp(), 0.1, true).sin(); },
+                         y);
+          y = y.tanh().cos();
+        }
+        y.sum().backward();
+        return std::vector<at::Tensor>{x.grad()};
+      },
+      0.5);
+}
+
+TEST_F(MemoryBudgetTest, SeveralStepsUnderOneBudgetDoNotGrow) {
+  torch::manual_seed(1);
+  torch::nn::Sequential net;
+  for (int i = 0; i < 10; ++i) {
+    net->push_back(torch::nn::Linear(64, 64));
+    net->push_back(torch::nn::BatchNorm1d(64));
+    net->push_back(torch::nn::GELU());
+  }
+  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(1e-3));
+  at::Tensor carried = torch::zeros({256, 64});
+  const auto step = [&] {
+    optimizer.zero_grad();
+    auto y = net->forward(torch::randn({256, 64}) + carried);
+    y.pow(2).mean().backward();
+    optimizer.step();
+    carried = y.detach() * 0.5;
+  };
+  step();
+  tracker.reset_peak();
+  const auto live = tracker.live().total();
+  step();
+  const auto plain = tracker.peak().total() - live;
+  const MemoryBudget budget({.limit_bytes = live + plain / 2});
+  std::int64_t after = 0;
+  for (int i = 0; i < 12; ++i) {
+    step();
+    if (i == 2) after = tracker.live().total();
+    if (i > 2) EXPECT_EQ(tracker.live().total(), after) << i;
+  }
+  EXPECT_GT(budget.statistics().evicted, 0);
+}
+
+TEST_F(MemoryBudgetTest, AGraphThatIsDroppedLeaksNothing) {
+  auto w = torch::randn({100, 100}).requires_grad_();
+  const auto live = tracker.live().total();
+  {
+    const MemoryBudget budget({.limit_bytes = live + 200000});
+    for (int i = 0; i < 5; ++i) {
+      auto y = w;
+      for (int k = 0; k < 20; ++k) y = y.tanh();
+    }
+  }
+  EXPECT_EQ(tracker.live().total(), live);
+}
+
+TEST_F(MemoryBudgetTest, ATensorChangedInPlaceAfterItsUseIsReplayedAsItWas) {
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto w = torch::randn({64, 64}).requires_grad_();
+        auto bias = torch::randn({64, 64});
+        auto y = w;
+        for (int i = 0; i < 20; ++i) y = (y + bias).tanh().sin();
+        auto loss = y.sum();
+        y.reset();
+        bias.mul_(2);
+        loss.backward();
+        return std::vector<at::Tensor>{w.grad(), bias};
+      },
+      0.5);
+}
+
+TEST_F(MemoryBudgetTest, AnOutsideTensorChangedBehindTheBudgetsBackIsAnErrorThatNamesIt) {
+  auto w = torch::randn({64, 64}).requires_grad_();
+  auto bias = torch::randn({64, 64});
+  const base::NamedTensors names({{"bias", bias}});
+  const MemoryBudget budget({.limit_bytes = tracker.live().total() + 200000});
+  auto y = w;
+  for (int i = 0; i < 20; ++i) y = (y + bias).tanh().sin();
+  auto loss = y.sum();
+  y.reset();
+  ASSERT_GT(budget.statistics().evicted, 0);
+  std::thread([&] { bias.mul_(2); }).join();
+  try {
+    loss.backward();
+    FAIL() << "no error";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("bias (Float [64, 64])"));
+  }
+}
+
+TEST_F(MemoryBudgetTest, ABudgetBelowWhatOneOperatorNeedsIsAClearErrorAndTheProgramGoesOn) {
+  auto w = torch::randn({100, 100}).requires_grad_();
+  {
+    const MemoryBudget budget({.limit_bytes = tracker.live().total() + 1000});
+    EXPECT_THROW(at::mm(w, w), MemoryLimitError);
+  }
+  at::mm(w, w).sum().backward();
+  EXPECT_TRUE(w.grad().defined());
+  EXPECT_THROW(MemoryBudget({.limit_bytes = 0}), UserError);
+}
+
+// A random program over a pool of tensors: pointwise operators, products, views, in-place updates,
+// shared values, dropout, concatenation.
+std::vector<at::Tensor> random_program(unsigned seed) {
+  std::mt19937 random(seed);
+  const auto pick = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
+  torch::manual_seed(seed);
+  auto leaf = torch::randn({32, 32}).requires_grad_();
+  auto weight = torch::randn({32, 32}).requires_grad_();
+  std::vector<at::Tensor> pool{leaf * 1, at::mm(leaf, weight)};
+  for (int i = 0; i < 60; ++i) {
+    const at::Tensor a = pool[pick(pool.size())], b = pool[pick(pool.size())];
+    at::Tensor c;
+    switch (pick(14)) {
+      case 0:
+        c = a.tanh();
+        break;
+      case 1:
+        c = a.sigmoid() * b;
+        break;
+      case 2:
+        c = at::mm(a, weight) * 0.2;
+        break;
+      case 3:
+        c = (a + b).sin();
+        break;
+      case 4:
+        c = at::dropout(a, 0.3, true);
+        break;
+      case 5:
+        c = a.t().contiguous().cos();
+        break;
+      case 6:
+        c = at::cat({a.narrow(0, 0, 16), b.narrow(0, 16, 16)}, 0);
+        break;
+      case 7:
+        c = at::layer_norm(a, {32});
+        break;
+      case 8:
+        c = at::gelu(b);
+        break;
+      case 9: {
+        c = a * 1;
+        c.narrow(1, 0, 8).mul_(0.5);
+        break;
+      }
+      case 10:
+        c = (a * 2).relu_();
+        break;
+      case 11:
+        c = at::softmax(a + b.t(), 1);
+        break;
+      case 12: {
+        c = a.exp().clamp_max(4);
+        c.add_(b);
+        break;
+      }
+      default:
+        c = at::mm(a.tanh(), b.tanh().t()) * 0.1;
+        break;
+    }
+    if (pool.size() < 6) {
+      pool.push_back(c);
+    } else {
+      pool[pick(pool.size())] = c;
+    }
+  }
+  at::Tensor loss = torch::zeros({});
+  for (const auto& t : pool) loss = loss + t.pow(2).mean();
+  pool.clear();
+  loss.backward();
+  return {leaf.grad(), weight.grad(), loss.detach()};
+}
+
+TEST_F(MemoryBudgetTest, RandomProgramsEqualPlainAtRandomBudgets) {
+  std::mt19937 random(3);
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(seed);
+    const Step step = [&] { return random_program(seed); };
+    const Outcome plain = run(step);
+    const double share = 0.3 + 0.6 * static_cast<double>(random() % 1000) / 1000.0;
+    Outcome limited;
+    try {
+      limited = run(step, static_cast<std::int64_t>(share * static_cast<double>(plain.peak)));
+    } catch (const MemoryLimitError&) {
+      continue;  // below the least this program needs: refused, not wrong
+    }
+    for (std::size_t i = 0; i < plain.results.size(); ++i) {
+      ASSERT_TRUE(plain.results[i].defined() == limited.results[i].defined());
+      if (plain.results[i].defined())
+        ASSERT_TRUE(same_bits(plain.results[i], limited.results[i])) << i;
+    }
+    ASSERT_TRUE(limited.next_random.equal(plain.next_random));
+  }
+}
+
+}  // namespace
+}  // namespace gradus::recompute
