@@ -9,7 +9,7 @@ usage: scripts/setup.sh [options]
 
 Installs system packages (as root or through sudo) and puts LibTorch and Python packages into .venv.
 
-  --cpu     put the CPU build of LibTorch into .venv, even where a CUDA toolkit is found
+  --cpu     put the CPU build of LibTorch into .venv, even where a CUDA toolkit and device are found
   --cuda    put the CUDA build of LibTorch into .venv (needs a CUDA toolkit to build against)
   --data    also install the larger data packages (about 300 MB)
   --dev     also install linters and documentation tools
@@ -192,6 +192,8 @@ own_libtorch() {
 }
 
 has_cuda_toolkit() { has nvcc || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; }
+# Unasked, the CUDA build is taken only where it can be built against and used: some machines have the compiler alone.
+cuda_is_usable() { has_cuda_toolkit && has nvidia-smi && nvidia-smi -L >/dev/null 2>&1; }
 
 install_cpu_torch() {
   local wheel="torch==$torch_version+cpu" log
@@ -224,7 +226,7 @@ install_torch() {
   elif [ "$torch_build" = cuda ]; then
     in_venv "torch==$torch_version" || install_cuda_torch
   elif ! in_venv "torch==$torch_version+cpu" && ! in_venv "torch==$torch_version"; then
-    if has_cuda_toolkit; then install_cuda_torch; else install_cpu_torch; fi
+    if cuda_is_usable; then install_cuda_torch; else install_cpu_torch; fi
   fi
 }
 

@@ -368,7 +368,8 @@ std::string sample(const ReportData& data) {
 std::string header(const ReportData& data) {
   std::string html = "<header><h1>" + escape_html(data.title) + "</h1>";
   if (!data.status.empty()) {
-    html += "<span class=\"badge" + std::string(data.status.starts_with("finished") ? "" : " warn") + "\">" +
+    html += "<span class=\"badge" +
+            std::string(data.status.starts_with("finished") ? "" : " warn") + "\">" +
             escape_html(data.status) + "</span>";
   }
   std::string line = data.model;
