@@ -1,5 +1,6 @@
 # cmake --install: libraries, headers and a package that find_package(gradus) reads.
 include(CMakePackageConfigHelpers)
+install(FILES ${PROJECT_SOURCE_DIR}/gradus/gradus.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/gradus)
 set(gradus_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradus)
 install(EXPORT gradusTargets NAMESPACE gradus:: DESTINATION ${gradus_package_dir})
 configure_package_config_file(

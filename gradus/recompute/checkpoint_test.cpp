@@ -1,7 +1,13 @@
 #include <gradus/recompute/checkpoint.h>
 
+#include <cmath>
+#include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
@@ -12,12 +18,29 @@
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>
+#include <gradus/plane/op/op_plane.h>
+#include <gradus/plane/saved/saved_plane.h>
+#include <gradus/recompute/run_difference.h>
 
 namespace gradus::recompute {
 namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
+
+// Keyword-like arguments.
+struct Attend {
+  at::Tensor query, key;
+  std::vector<at::Tensor> extra;
+  std::optional<double> scale = std::nullopt;
+};
+
+template <typename Visit>
+void for_each_tensor(Attend& arguments, Visit&& visit) {
+  visit(arguments.query);
+  visit(arguments.key);
+  visit_tensors(arguments.extra, visit);
+}
 
 class CheckpointTest : public testing::Test {
  protected:
@@ -26,25 +49,6 @@ class CheckpointTest : public testing::Test {
     at::set_num_threads(1);
   }
 };
-
-// Runs `step` (which returns the tensors to compare) plainly and checkpointed from the same random
-// state; returns "" if all bits and the final random states agree.
-std::string difference(const std::function<std::vector<at::Tensor>(bool checkpointed)>& step) {
-  torch::manual_seed(11);
-  const auto plain = step(false);
-  const auto plain_next = torch::rand({3});
-  torch::manual_seed(11);
-  const auto checkpointed = step(true);
-  if (!torch::rand({3}).equal(plain_next)) return "the generator ends in another state";
-  if (plain.size() != checkpointed.size()) return "another number of results";
-  for (std::size_t i = 0; i < plain.size(); ++i) {
-    if (plain[i].defined() != checkpointed[i].defined())
-      return "result " + std::to_string(i) + " is missing";
-    if (plain[i].defined() && !plain[i].equal(checkpointed[i]))
-      return "result " + std::to_string(i) + " differs";
-  }
-  return "";
-}
 
 template <typename Fn, typename... Args>
 auto maybe(bool checkpointed, Fn fn, Args... args) {
@@ -118,6 +122,31 @@ TEST_F(CheckpointTest, GradientsFlowThroughContainersAndResultsMayBeContainers) 
         return gradients;
       }),
       "");
+}
+
+TEST_F(CheckpointTest, StructsAreArgumentsAndResultsAndMayLieInContainers) {
+  for (const bool reentrant : {false, true}) {
+    EXPECT_EQ(
+        difference([&](bool on) {
+          torch::manual_seed(5);
+          std::vector<at::Tensor> leaves;
+          for (int i = 0; i < 4; ++i) leaves.push_back(torch::randn({3}).requires_grad_());
+          const auto fn = [](std::vector<Attend> all) {
+            Attend a = all.at(0);
+            auto h = (a.query * a.key * a.scale.value_or(1)).tanh() + a.extra[0];
+            return Attend{h.sin(), h.exp(), {a.extra[0] * h}, 2.0};
+          };
+          const std::vector<Attend> given{
+              {.query = leaves[0], .key = leaves[1] * leaves[3], .extra = {leaves[2]}, .scale = 3}};
+          const Attend result = on ? checkpoint({.reentrant = reentrant}, fn, given) : fn(given);
+          EXPECT_EQ(result.scale, 2.0);
+          (result.query.sum() + result.key.sum() + result.extra[0].sum()).backward();
+          std::vector<at::Tensor> gradients;
+          for (const auto& leaf : leaves) gradients.push_back(leaf.grad());
+          return gradients;
+        }),
+        "");
+  }
 }
 
 TEST_F(CheckpointTest, ASharedWeightAccumulatesOnce) {  // M5
@@ -430,24 +459,194 @@ TEST_F(CheckpointTest, AGraphThatIsNeverUsedLeaksNothing) {
   EXPECT_EQ(tracker.live().total(), before);
 }
 
-TEST_F(CheckpointTest, NoOperatorRunsMoreThanTwice) {
+// Counts the operators that reach a kernel in forward: those outside backward passes' own formulas.
+class Counter final : public plane::op::Handler {
+ public:
+  void call(plane::op::Call& call) override {
+    if (call.frame() == plane::op::Frame::autograd) ++counts[std::string(call.name())];
+    call.proceed();
+  }
   std::map<std::string, int> counts;
-  auto x = torch::randn({4}).requires_grad_();
-  const auto note = [&](const char* name, at::Tensor v) {
-    ++counts[name];
-    return v;
+};
+
+std::map<std::string, int> forward_counts(bool reentrant, bool checkpointed) {
+  auto counter = std::make_shared<Counter>();
+  auto x = torch::randn({4, 4}).requires_grad_();
+  auto w = torch::randn({4, 4}).requires_grad_();
+  const auto block = [w](at::Tensor v) {
+    auto h = at::mm(v, w).erf();
+    return at::dropout(h.relu(), 0.5, true).sin() + v;
   };
+  const auto guard = plane::op::push(plane::op::Order::gather, counter);
+  auto y = x;
+  for (int i = 0; i < 5; ++i) {
+    y = checkpointed ? checkpoint({.reentrant = reentrant}, block, y) : block(y);
+  }
+  y.sum().backward();
+  return counter->counts;
+}
+
+TEST_F(CheckpointTest, NoOperatorRunsMoreThanTwiceInEitherMode) {
+  // erf, relu and bernoulli_ appear in no backward formula of these; mm appears twice in its own.
+  for (const bool reentrant : {false, true}) {
+    auto counts = forward_counts(reentrant, true);
+    auto plain = forward_counts(reentrant, false);
+    EXPECT_EQ(plain["aten::erf"], 5);
+    EXPECT_EQ(counts["aten::erf"], 10);
+    EXPECT_EQ(counts["aten::relu"], 10);
+    EXPECT_EQ(counts["aten::bernoulli_"], 10);
+    EXPECT_EQ(counts["aten::sin"], 10);
+    EXPECT_EQ(plain["aten::mm"], 15);
+    EXPECT_EQ(counts["aten::mm"], 20);
+  }
+}
+
+TEST_F(CheckpointTest, ABackwardPassInsideARegionAddsToGradientsOnce) {
+  for (const bool early : {true, false}) {
+    SCOPED_TRACE(early ? "early stop" : "to the end");
+    EXPECT_EQ(difference([&](bool on) {
+                torch::manual_seed(3);
+                auto w = torch::randn({3}).requires_grad_();
+                auto x = torch::randn({3}).requires_grad_();
+                w.mutable_grad() = torch::ones({3});
+                const auto region = [w](at::Tensor v) {
+                  auto y = at::dropout((v * w).sin(), 0.3, true).exp();
+                  y.sum().backward({}, /*retain_graph=*/true);
+                  return (y * w).exp();
+                };
+                auto out = on ? checkpoint({.early_stop = early}, region, x) : region(x);
+                const auto inside = w.grad().clone();
+                out.sum().backward();
+                return std::vector<at::Tensor>{inside, w.grad(), x.grad()};
+              }),
+              "");
+  }
+}
+
+TEST_F(CheckpointTest, AGradientPenaltyInsideARegionEqualsPlain) {
+  EXPECT_EQ(difference([&](bool on) {
+              torch::manual_seed(3);
+              torch::nn::Linear first(4, 4), second(4, 1);
+              auto x = torch::randn({5, 4}).requires_grad_();
+              auto loss = maybe(
+                  on,
+                  [=](at::Tensor v) mutable {
+                    auto h = at::dropout(first(v).tanh(), 0.2, true);
+                    auto y = second(h.sin());
+                    auto g = torch::autograd::grad({y.sum()}, {v}, {}, true, true)[0];
+                    return (g.pow(2).sum() - 1).pow(2) + y.mean();
+                  },
+                  x * 1);
+              loss.backward();
+              return std::vector<at::Tensor>{loss.detach(), x.grad(), first->weight.grad(),
+                                             second->weight.grad()};
+            }),
+            "");
+}
+
+TEST_F(CheckpointTest, DebugModeListsBothRunsAroundTheDifference) {
+  auto factor = std::make_shared<double>(2.0);
+  auto x = torch::randn({8, 3}).requires_grad_();
+  const auto region = [=](at::Tensor v) {
+    auto y = v.sin().exp();
+    y = *factor > 2 ? y.relu() : y.mul(*factor);
+    return y.tanh().cos();
+  };
+  std::string text;
+  for (const bool by_override : {false, true}) {
+    std::optional<CheckpointOverride> debug;
+    if (by_override) debug.emplace(CheckpointOverride::Options{.debug = true});
+    *factor = 2.0;
+    auto loss = checkpoint({.debug = !by_override}, region, x).sum();
+    *factor = 3.0;
+    try {
+      loss.backward();
+      FAIL() << "no error";
+    } catch (const UserError& error) {
+      text = error.what();
+    }
+    EXPECT_THAT(text, HasSubstr("operator 2 was aten::mul and is now aten::relu"));
+    EXPECT_THAT(text, HasSubstr("The first run:\n    0: aten::sin(Float[8, 3])\n    1: "
+                                "aten::exp(Float[8, 3])\n >> 2: aten::mul(Float[8, 3], 2.)"));
+    EXPECT_THAT(text, HasSubstr("The second run:\n    0: aten::sin(Float[8, 3])\n    1: "
+                                "aten::exp(Float[8, 3])\n >> 2: aten::relu(Float[8, 3])\n    3: "
+                                "aten::tanh(Float[8, 3])"));
+  }
+}
+
+TEST_F(CheckpointTest, WithoutTheCheckADifferenceIsTheCallersOwn) {
+  auto factor = std::make_shared<double>(2.0);
+  auto x = torch::ones({4}).requires_grad_();
+  auto loss = checkpoint(
+                  {.determinism_check = DeterminismCheck::none},
+                  [=](at::Tensor v) { return (v * *factor).exp(); }, x)
+                  .sum();
+  *factor = 3.0;
+  loss.backward();
+  // d/dx exp(2x) with what the second run made: 2 exp(3).
+  EXPECT_TRUE(x.grad().allclose(torch::full({4}, 2 * std::exp(3.0))));
+}
+
+TEST_F(CheckpointTest, EarlyStopCanBeOverriddenForAScope) {
+  int tails = 0;
+  auto x = torch::randn({4}).requires_grad_();
+  const CheckpointOverride late({.early_stop = false});
   checkpoint(
       [&](at::Tensor v) {
-        auto a = note("exp", v.exp());
-        auto b = note("sin", a.sin());
-        return note("mul", a * b);
+        auto y = v.exp() + 1;
+        ++tails;
+        return y + 2;
       },
       x)
       .sum()
       .backward();
-  for (const auto& [name, count] : counts) EXPECT_LE(count, 2) << name;
-  EXPECT_EQ(counts["exp"], 2);
+  EXPECT_EQ(tails, 2);
+}
+
+TEST_F(CheckpointTest, PassesOfAGroupRunARegionOnceMoreInAll) {
+  for (const bool grouped : {true, false}) {
+    int runs = 0;
+    auto x = torch::randn({4}).requires_grad_();
+    using Two = std::pair<at::Tensor, at::Tensor>;
+    const auto [a, b] = checkpoint(
+        [&](at::Tensor v) {
+          ++runs;
+          return Two{v.exp().sin(), v.tanh().cos()};
+        },
+        x);
+    {
+      std::optional<BackwardGroup> group;
+      if (grouped) {
+        group.emplace();
+        EXPECT_THROW(const BackwardGroup second, UserError);
+      }
+      a.sum().backward();
+      b.sum().backward();
+    }
+    EXPECT_EQ(runs, grouped ? 2 : 3);
+    auto y = x.detach().requires_grad_();
+    (y.exp().sin().sum() + y.tanh().cos().sum()).backward();
+    EXPECT_TRUE(x.grad().allclose(y.grad()));
+  }
+}
+
+TEST_F(CheckpointTest, ContextsAreHeldDuringEachRun) {
+  std::vector<std::string> log;
+  auto x = torch::randn({4}).requires_grad_();
+  const auto context = [&](RegionRun run) {
+    log.push_back(run == RegionRun::first ? "first" : "second");
+    return std::shared_ptr<void>(nullptr, [&](void*) { log.push_back("end"); });
+  };
+  checkpoint(
+      {.context = context},
+      [&](at::Tensor v) {
+        log.push_back("run");
+        return v.exp().sin();
+      },
+      x)
+      .sum()
+      .backward();
+  EXPECT_THAT(log, ElementsAre("first", "run", "end", "second", "run", "end"));
 }
 
 TEST_F(CheckpointTest, UnderNoGradItJustRuns) {
@@ -542,6 +741,68 @@ TEST_F(CheckpointTest, SequentialRunsAllButTheLastSegmentTwice) {
   EXPECT_TRUE(x.grad().allclose(expected));
   EXPECT_THROW(checkpoint_sequential(stages, 0, x), UserError);
   EXPECT_THROW(checkpoint_sequential(stages, 8, x), UserError);
+}
+
+TEST_F(CheckpointTest, AMovedParameterIsAnErrorThatNamesIt) {
+  torch::nn::Linear linear(3, 3);
+  const base::NamedTensors names({{"linear.weight", linear->weight}});
+  auto loss =
+      checkpoint([=](at::Tensor v) mutable { return linear(v).exp(); }, torch::randn({2, 3})).sum();
+  linear->weight.set_data(torch::ones({3, 3}));
+  EXPECT_THROW(loss.backward(), UserError);
+}
+
+TEST_F(CheckpointTest, AChangedSparseTensorIsAnError) {
+  auto w = torch::randn({3, 3}).requires_grad_();
+  auto sparse = torch::eye(3).to_sparse();
+  auto loss =
+      checkpoint([=](at::Tensor v) { return (at::mm(sparse, v) * w).sum(); }, torch::randn({3, 3}));
+  sparse.mul_(5);
+  EXPECT_THROW(loss.backward(), UserError);
+}
+
+TEST_F(CheckpointTest, BatchNormInTrainingMayBeUsedTwiceBeforeBackward) {
+  EXPECT_EQ(difference([](bool on) {
+              torch::manual_seed(3);
+              torch::nn::BatchNorm1d norm(4);
+              auto x = torch::randn({8, 4}).requires_grad_();
+              auto f = [=](at::Tensor v) mutable { return norm(v).exp(); };
+              auto a = on ? checkpoint(f, x) : f(x);
+              auto b = on ? checkpoint(f, x * 2) : f(x * 2);
+              (a.sum() + b.pow(2).sum()).backward();
+              return std::vector<at::Tensor>{x.grad(), norm->weight.grad(), norm->running_mean,
+                                             norm->num_batches_tracked};
+            }),
+            "");
+}
+
+TEST_F(CheckpointTest, ArgumentsThatShareMemoryThatTheRegionChangesAreRefused) {
+  auto base = torch::arange(4.0);
+  EXPECT_THROW(checkpoint(
+                   [](at::Tensor a, at::Tensor b) {
+                     a.mul_(2);
+                     return b.sum();
+                   },
+                   base.view({4}), base),
+               UserError);
+}
+
+TEST_F(CheckpointTest, AStoppedSecondRunInsideBackwardMayHappenManyTimes) {
+  // Each one leaves a backward pass by exception; the engine must not lose count of its depth.
+  auto x = torch::randn({3}), w = torch::randn({3}).requires_grad_();
+  for (int i = 0; i < 100; ++i) {
+    auto y = (x * w).exp().sum();
+    auto g =
+        checkpoint([=](at::Tensor) { return torch::autograd::grad({y}, {w}, {}, true, true)[0]; },
+                   torch::ones({1}));
+    torch::autograd::grad({g.sum()}, {w}, {}, true);
+  }
+}
+
+TEST_F(CheckpointTest, ARegionMayReturnAReference) {
+  auto x = torch::randn({3}).requires_grad_();
+  checkpoint([](const at::Tensor& v) -> const at::Tensor& { return v; }, x).sum().backward();
+  EXPECT_TRUE(x.grad().equal(torch::ones({3})));
 }
 
 }  // namespace

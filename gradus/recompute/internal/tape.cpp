@@ -14,7 +14,7 @@
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>
 #include <gradus/plane/saved/saved_plane.h>
-#include <gradus/recompute/internal/operator_facts.h>
+#include <gradus/recompute/internal/operator_traits.h>
 
 namespace gradus::recompute::internal {
 namespace {
@@ -58,7 +58,7 @@ void visit_plain(const c10::IValue& value, Visit&& visit) {
 // The generator that a call draws from: its argument, or the default one of the device it computes
 // on.
 at::Generator generator_of(const Call& call) {
-  if (!call.op().hasTag(at::Tag::nondeterministic_seeded)) return {};
+  if (!traits_of(call).seeded) return {};
   c10::Device device(c10::kCPU);
   for (const c10::IValue& value : call.arguments()) {
     if (value.isGenerator() && value.toGenerator().defined()) return value.toGenerator();
@@ -164,7 +164,8 @@ void Tape::call(Call& call) {
 }
 
 void Tape::record(Call& call) {
-  std::shared_ptr<Recipe> recipe = std::make_shared<Recipe>(call.op());
+  const OperatorTraits& traits = traits_of(call);
+  auto recipe = std::make_shared<Recipe>(call.op());
   struct Changed {
     std::size_t argument;
     at::Tensor tensor;
@@ -185,8 +186,8 @@ void Tape::record(Call& call) {
       recipe->arguments.push_back(argument_of(arguments[i]));
       for (const auto& [content, shape] : recipe->arguments.back().tensors)
         content->last_used = clock_;
-      if (changes_argument(call.schema(), i,
-                           [&](std::size_t k) -> const c10::IValue& { return arguments[k]; })) {
+      recipe->arguments.back().written = writes(call, traits, i);
+      if (recipe->arguments.back().written) {
         visit_plain(arguments[i],
                     [&](const at::Tensor& t) { changed.push_back({i, t, prepare_change(t)}); });
       }
@@ -388,8 +389,6 @@ void Tape::run(Recipe& recipe) {
       values.push_back(argument.value);
       continue;
     }
-    const bool written = changes_argument(
-        schema, i, [&](std::size_t k) -> const c10::IValue& { return recipe.arguments[k].value; });
     const auto tensor_over = [&](const std::pair<std::shared_ptr<Content>, Shape>& entry) {
       const Content& content = *entry.first;
       if (content.version && content.version->current_version() != content.version_read) {
@@ -399,7 +398,7 @@ void Tape::run(Recipe& recipe) {
             " and is now at version ", content.version->current_version(),
             ". Change it after backward, or change a clone."));
       }
-      if (!written) return over(content.storage, entry.second);
+      if (!argument.written) return over(content.storage, entry.second);
       // The operator changes this argument; the content before it may be needed again.
       at::Tensor bytes = at::empty({0}, entry.second.options.dtype(at::kByte));
       bytes.set_(content.storage, 0, {content.bytes}, {1});

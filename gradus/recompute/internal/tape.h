@@ -56,6 +56,7 @@ struct Argument {
   std::vector<std::pair<std::shared_ptr<Content>, Shape>>
       tensors;                ///< One, or the elements of a list.
   std::vector<bool> present;  ///< For a list: which elements are tensors over contents.
+  bool written = false;       ///< The call changes it.
 };
 
 /// One operator call.
