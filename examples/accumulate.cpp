@@ -1,10 +1,10 @@
 // Accumulates micro-batches of unequal numbers of tokens: the gradient is that of the whole batch.
 
-#include <gradus/gradus.h>
-
 #include <cstdio>
 
 #include <torch/torch.h>
+
+#include <gradus/gradus.h>
 
 int main() {
   torch::manual_seed(1);
@@ -23,6 +23,7 @@ int main() {
   window.backward(mean_loss(8, 4), 4);
   const auto result = window.finish();
   const double difference = (model->weight.grad() - whole).abs().max().item<double>();
-  std::printf("loss %.6f over %.0f tokens; gradients differ by %.1e\n", result.loss, result.weight, difference);
+  std::printf("loss %.6f over %.0f tokens; gradients differ by %.1e\n", result.loss, result.weight,
+              difference);
   return difference < 1e-6 ? 0 : 1;
 }

@@ -1,16 +1,18 @@
-// Checkpoints the blocks of a model by hand, under autocast, and gets the gradients of the plain run.
-
-#include <gradus/gradus.h>
+// Checkpoints the blocks of a model by hand, under autocast, and gets the gradients of the plain
+// run.
 
 #include <cstdio>
 
 #include <torch/torch.h>
 
+#include <gradus/gradus.h>
+
 int main() {
   torch::manual_seed(1);
   std::vector<torch::nn::Sequential> blocks;
   for (int i = 0; i < 4; ++i) {
-    blocks.push_back(torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::GELU(), torch::nn::Dropout(0.2)));
+    blocks.push_back(torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::GELU(),
+                                           torch::nn::Dropout(0.2)));
   }
   const at::Tensor x = torch::randn({32, 64});
   const auto gradient = [&](bool checkpointed) {
@@ -20,7 +22,7 @@ int main() {
     at::Tensor h = x;
     for (auto& block : blocks) {
       // The block's handle is captured by value: it must live until backward.
-      const auto run = [block](at::Tensor v) mutable { return block->forward(v); };
+      auto run = [block](at::Tensor v) mutable { return block->forward(v); };
       h = checkpointed ? gradus::recompute::checkpoint(run, h) : run(h);
     }
     h.to(at::kFloat).pow(2).mean().backward();

@@ -1,10 +1,10 @@
 // Trains an unmodified model in half of the activation memory it needs: one guard around the step.
 
-#include <gradus/gradus.h>
-
 #include <cstdio>
 
 #include <torch/torch.h>
+
+#include <gradus/gradus.h>
 
 int main() {
   using gradus::base::MemoryTracker;

@@ -331,6 +331,25 @@ TEST_F(MemoryBudgetTest, SeveralStepsUnderOneBudgetDoNotGrow) {
   EXPECT_GT(budget.statistics().evicted, 0);
 }
 
+TEST_F(MemoryBudgetTest, AnInPlaceStepAfterBackwardCopiesNoWeight) {
+  std::vector<at::Tensor> weights;
+  for (int i = 0; i < 12; ++i) weights.push_back(torch::randn({64, 64}));
+  const auto live = tracker.live().total();
+  const MemoryBudget budget({.limit_bytes = live + 150000});  // less than the weights' 196608
+  at::_foreach_mul_(weights, 0.5);
+  for (auto& w : weights) w.add_(1);
+  // The values made before still serve as inputs afterwards.
+  auto x = torch::randn({64, 64}).requires_grad_();
+  auto scale = torch::full({64, 64}, 2.0);
+  auto scaled = scale.sin();
+  scale.mul_(3);
+  auto y = x;
+  for (int i = 0; i < 12; ++i) y = (y * scaled).tanh();
+  y.sum().backward();
+  EXPECT_GT(budget.statistics().evicted, 0);
+  EXPECT_TRUE(x.grad().defined());
+}
+
 TEST_F(MemoryBudgetTest, AGraphThatIsDroppedLeaksNothing) {
   auto w = torch::randn({100, 100}).requires_grad_();
   const auto live = tracker.live().total();

@@ -99,12 +99,22 @@ std::shared_ptr<Content> Tape::content_of(const at::Tensor& tensor, bool outside
 }
 
 // Called before an operator changes @p tensor in place: what the storage holds now is a content of
-// its own. Returns whether it came from outside.
-bool Tape::prepare_change(const at::Tensor& tensor) {
+// its own. Returns whether it came from outside. @p only_changes: the operator makes nothing new.
+bool Tape::prepare_change(const at::Tensor& tensor, bool only_changes) {
   const auto content = content_of(tensor, true);
   const c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
   const bool outside = content->maker == nullptr;
-  if (outside) {
+  if (!outside) {
+    content->storage = c10::Storage();
+    current_.erase(key);
+  } else if (saved_ == 0 && only_changes) {
+    // Nothing waits for backward, so nothing will be made again from what is about to go: an
+    // optimizer's step must not cost a copy of every weight. All that was made so far counts as
+    // outside from here on.
+    current_.clear();
+    content->storage = c10::Storage();
+    outside_.erase(key);
+  } else {
     // It cannot be made again, and what was computed from it may have to be.
     const at::NoGradGuard no_grad;
     at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte).requires_grad(false));
@@ -112,9 +122,6 @@ bool Tape::prepare_change(const at::Tensor& tensor) {
     content->storage = bytes.clone().storage();
     content->version.reset();
     outside_.erase(key);
-  } else {
-    content->storage = c10::Storage();
-    current_.erase(key);
   }
   content->program =
       c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>());
@@ -177,6 +184,10 @@ void Tape::record(Call& call) {
     const std::lock_guard lock(mutex_);
     if (++calls_since_purge_ >= 256) purge();
     recipe->number = ++clock_;
+    const auto& returns = call.schema().returns();
+    const bool only_changes = std::all_of(returns.begin(), returns.end(), [](const auto& result) {
+      return result.alias_info() != nullptr;
+    });
     const auto arguments = call.arguments();
     recipe->arguments.reserve(arguments.size());
     for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -188,8 +199,9 @@ void Tape::record(Call& call) {
         content->last_used = clock_;
       recipe->arguments.back().written = writes(call, traits, i);
       if (recipe->arguments.back().written) {
-        visit_plain(arguments[i],
-                    [&](const at::Tensor& t) { changed.push_back({i, t, prepare_change(t)}); });
+        visit_plain(arguments[i], [&](const at::Tensor& t) {
+          changed.push_back({i, t, prepare_change(t, only_changes)});
+        });
       }
     }
     recipe->grad_mode = at::GradMode::is_enabled();

@@ -99,7 +99,7 @@ class Tape final : public plane::op::Handler {
   c10::Storage materialise(const std::shared_ptr<Content>& content);
   void run(Recipe& recipe);
   bool purge();
-  bool prepare_change(const at::Tensor& tensor);
+  bool prepare_change(const at::Tensor& tensor, bool only_changes);
   bool replayable(const Content& content) const { return content.maker != nullptr; }
 
   // Recursive: making a value again allocates, which may ask this tape to evict.
