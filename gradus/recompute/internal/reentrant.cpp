@@ -15,6 +15,7 @@
 #include <gradus/base/names.h>
 #include <gradus/plane/op/op_plane.h>
 #include <gradus/recompute/internal/region.h>
+#include <gradus/recompute/internal/storage.h>
 #include <gradus/recompute/internal/surroundings.h>
 
 namespace gradus::recompute::internal {
@@ -50,10 +51,6 @@ struct ReentrantRegion final : torch::CustomClassHolder {
     return all;
   }
 };
-
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
 
 // Made as the library is loaded: an operator here would be one that an outer region sees in one of
 // its runs only. Never gets a gradient.

@@ -13,6 +13,7 @@
 
 #include <gradus/base/error.h>
 #include <gradus/base/names.h>
+#include <gradus/recompute/internal/storage.h>
 
 namespace gradus::recompute::internal {
 namespace {
@@ -74,15 +75,6 @@ std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> values) {
     visit_storages(value, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
   }
   return tensors;
-}
-
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
-c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& tensor) {
-  return c10::weak_intrusive_ptr<c10::StorageImpl>(
-      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl()));
 }
 
 // Whether a second run must repeat this call. detach() is what saving a tensor does; the casts of
@@ -250,10 +242,9 @@ void Recorder::note_tensor(const at::Tensor& tensor, bool written, const Call& c
                             tensor.unsafeGetTensorImpl()->version_counter(), 0});
   }
   if (written && !record_.changed.contains(storage)) {
-    const at::NoGradGuard no_grad;
-    at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte).requires_grad(false));
-    bytes.set_(tensor.storage(), 0, {static_cast<std::int64_t>(tensor.storage().nbytes())}, {1});
-    record_.changed.emplace(storage, ChangedStorage{weak_storage(tensor), bytes.clone()});
+    record_.changed.emplace(
+        storage,
+        ChangedStorage{weak_storage(tensor), copy_of_storage(tensor.storage(), tensor.options())});
   }
 }
 

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
@@ -15,6 +13,7 @@
 #include <gradus/base/names.h>
 #include <gradus/plane/saved/saved_plane.h>
 #include <gradus/recompute/internal/operator_traits.h>
+#include <gradus/recompute/internal/storage.h>
 
 namespace gradus::recompute::internal {
 namespace {
@@ -26,11 +25,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-c10::weak_intrusive_ptr<c10::StorageImpl> weak(const at::Tensor& tensor) {
-  return c10::weak_intrusive_ptr<c10::StorageImpl>(
-      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl()));
 }
 
 // Dense tensors over memory of their own; others pass through a recipe as they are, and are kept.
@@ -78,7 +72,7 @@ Shape Tape::shape_of(const at::Tensor& tensor) {
 // The content that a tensor shows now. Tensors the tape did not see made are outside: held strongly
 // if asked for.
 std::shared_ptr<Content> Tape::content_of(const at::Tensor& tensor, bool outside_too) {
-  const c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
+  const c10::StorageImpl* const key = storage_of(tensor);
   const auto found = current_.find(key);
   if (found != current_.end() && found->second->program.use_count() > 0) return found->second;
   if (!outside_too) return nullptr;
@@ -88,8 +82,8 @@ std::shared_ptr<Content> Tape::content_of(const at::Tensor& tensor, bool outside
     if (content != nullptr && content->version->current_version() == content->version_read)
       return content;
   }
-  auto content =
-      std::make_shared<Content>(static_cast<std::int64_t>(tensor.storage().nbytes()), weak(tensor));
+  auto content = std::make_shared<Content>(static_cast<std::int64_t>(tensor.storage().nbytes()),
+                                           weak_storage(tensor));
   content->storage = tensor.storage();
   content->version = tensor.unsafeGetTensorImpl()->version_counter();
   content->version_read = content->version->current_version();
@@ -102,7 +96,7 @@ std::shared_ptr<Content> Tape::content_of(const at::Tensor& tensor, bool outside
 // its own. Returns whether it came from outside. @p only_changes: the operator makes nothing new.
 bool Tape::prepare_change(const at::Tensor& tensor, bool only_changes) {
   const auto content = content_of(tensor, true);
-  const c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
+  const c10::StorageImpl* const key = storage_of(tensor);
   const bool outside = content->maker == nullptr;
   if (!outside) {
     content->storage = c10::Storage();
@@ -116,10 +110,7 @@ bool Tape::prepare_change(const at::Tensor& tensor, bool only_changes) {
     outside_.erase(key);
   } else {
     // It cannot be made again, and what was computed from it may have to be.
-    const at::NoGradGuard no_grad;
-    at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte).requires_grad(false));
-    bytes.set_(content->storage, 0, {content->bytes}, {1});
-    content->storage = bytes.clone().storage();
+    content->storage = copy_of_storage(content->storage, tensor.options()).storage();
     content->version.reset();
     outside_.erase(key);
   }
@@ -191,9 +182,7 @@ void Tape::record(Call& call) {
     const auto arguments = call.arguments();
     recipe->arguments.reserve(arguments.size());
     for (std::size_t i = 0; i < arguments.size(); ++i) {
-      visit_plain(arguments[i], [&](const at::Tensor& t) {
-        taken.push_back(t.storage().unsafeGetStorageImpl());
-      });
+      visit_plain(arguments[i], [&](const at::Tensor& t) { taken.push_back(storage_of(t)); });
       recipe->arguments.push_back(argument_of(arguments[i]));
       for (const auto& [content, shape] : recipe->arguments.back().tensors)
         content->last_used = clock_;
@@ -220,12 +209,12 @@ void Tape::record(Call& call) {
   bool makes = false;
   const auto add = [&](const at::Tensor& tensor, std::size_t output) {
     auto content = std::make_shared<Content>(static_cast<std::int64_t>(tensor.storage().nbytes()),
-                                             weak(tensor));
+                                             weak_storage(tensor));
     content->maker = recipe;
     content->output = output;
     content->last_used = clock_;
     recipe->made.push_back(content);
-    current_[tensor.storage().unsafeGetStorageImpl()] = content;
+    current_[storage_of(tensor)] = content;
     makes = true;
   };
   for (const Changed& change : changed) {
@@ -239,14 +228,14 @@ void Tape::record(Call& call) {
       // A list of results (split, unbind) holds views of an argument, or the operator is not
       // recorded.
       visit_plain(results[i], [&](const at::Tensor& t) {
-        const auto* const key = t.storage().unsafeGetStorageImpl();
+        const auto* const key = storage_of(t);
         if (std::find(taken.begin(), taken.end(), key) == taken.end()) current_.erase(key);
       });
       continue;
     }
     const at::Tensor& tensor = results[i].toTensor();
     if (!is_plain(tensor)) continue;
-    const auto* const key = tensor.storage().unsafeGetStorageImpl();
+    const auto* const key = storage_of(tensor);
     if (std::find(taken.begin(), taken.end(), key) != taken.end())
       continue;  // a view, or the changed argument
     const auto found = current_.find(key);
@@ -343,11 +332,8 @@ c10::Storage Tape::materialise(const std::shared_ptr<Content>& wanted) {
   const auto note = [this](const std::shared_ptr<Content>& content) {
     if (content->maker != nullptr) kept_.push_back(content);
   };
+  if (!wanted->storage && ready(*wanted)) note(wanted);
   if (wanted->storage) return wanted->storage;
-  if (ready(*wanted)) {
-    note(wanted);
-    return wanted->storage;
-  }
   const auto start = Clock::now();
   // Depth first by an explicit stack: a chain of recipes may be as long as the program.
   std::vector<Visit> path;
@@ -412,9 +398,8 @@ void Tape::run(Recipe& recipe) {
       }
       if (!argument.written) return over(content.storage, entry.second);
       // The operator changes this argument; the content before it may be needed again.
-      at::Tensor bytes = at::empty({0}, entry.second.options.dtype(at::kByte));
-      bytes.set_(content.storage, 0, {content.bytes}, {1});
-      at::Tensor copy = over(bytes.clone().storage(), entry.second);
+      at::Tensor copy =
+          over(copy_of_storage(content.storage, entry.second.options).storage(), entry.second);
       changed.emplace_back(i, copy);
       return copy;
     };
