@@ -42,7 +42,7 @@ run_ctest() {
     echo "== parity tests are left out: they compare with torch in Python, which .venv lacks beside your own LibTorch"
     labels='unit|integration'
   fi
-  ctest --preset dev -L "^($labels)\$" -j "$jobs" --no-tests=error --output-junit "$results" || status=$?
+  GTEST_BRIEF=1 ctest --preset dev -L "^($labels)\$" -j "$jobs" --no-tests=error --output-junit "$results" || status=$?
   local counts
   counts=$(.venv/bin/python - "$results" <<'EOF'
 import sys

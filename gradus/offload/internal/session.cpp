@@ -429,6 +429,7 @@ c10::Storage Session::start_read(Lock& lock, const std::shared_ptr<Record>& reco
       record->place, storage,
       [record = std::shared_ptr<Record>(record), storage](std::exception_ptr error) mutable {
         Session& session = *record->session;
+        storage = c10::Storage();  // first: relieve() lets go what nothing else holds
         Lock ending(session.mutex_);
         record->reading = false;
         if (error == nullptr) {
@@ -441,7 +442,6 @@ c10::Storage Session::start_read(Lock& lock, const std::shared_ptr<Record>& reco
         // As in written(). A read on the calling thread, after stop(), has a caller that keeps all.
         ending.unlock();
         record = nullptr;
-        storage = c10::Storage();
         ending.lock();
         --session.transfers_;
         session.changed_.notify_all();
@@ -455,19 +455,28 @@ bool Session::relieve(std::int64_t needed_bytes) {
   Graveyard graveyard;
   std::int64_t freed = 0;
   Lock lock(mutex_);
-  // What backward wants last goes first.
-  std::vector<Record*> order(held_.begin(), held_.end());
-  std::sort(order.begin(), order.end(),
-            [](const Record* a, const Record* b) { return a->held_for < b->held_for; });
-  for (Record* const record : order) {
-    if (freed >= needed_bytes) break;
-    if (record->reading || record->held.use_count() > 1) continue;
-    freed += static_cast<std::int64_t>(record->bytes);
-    let_go(*record, graveyard);
-  }
-  if (freed > 0) {
-    window_bytes_ = held_bytes_;  // or the next use would read the same ahead again
-    return true;
+  for (;;) {
+    // What backward wants last goes first.
+    std::vector<Record*> order(held_.begin(), held_.end());
+    std::sort(order.begin(), order.end(),
+              [](const Record* a, const Record* b) { return a->held_for < b->held_for; });
+    for (Record* const record : order) {
+      if (freed >= needed_bytes) break;
+      if (record->reading || record->held.use_count() > 1) continue;
+      freed += static_cast<std::int64_t>(record->bytes);
+      let_go(*record, graveyard);
+    }
+    if (freed > 0) {
+      window_bytes_ = held_bytes_;  // or the next use would read the same ahead again
+      return true;
+    }
+    const auto reading = [&] {
+      return std::count_if(held_.begin(), held_.end(), [](Record* r) { return r->reading; });
+    };
+    const auto before = reading();
+    if (before == 0) break;
+    // Memory that is being read into cannot be let go before the read ends.
+    changed_.wait(lock, [&] { return reading() < before; });
   }
   if (statistics_.waiting_bytes == 0) return false;
   double waited = 0.0;

@@ -2,7 +2,7 @@
 
 #include <functional>
 #include <memory>
-#include <unordered_set>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -14,6 +14,7 @@
 #include <gradus/base/error.h>
 #include <gradus/base/names.h>
 #include <gradus/plane/op/op_plane.h>
+#include <gradus/plane/saved/saved_plane.h>
 #include <gradus/recompute/internal/region.h>
 #include <gradus/recompute/internal/storage.h>
 #include <gradus/recompute/internal/surroundings.h>
@@ -67,18 +68,19 @@ void refuse_changed_inputs(const RegionRecord& record, const Tensors& inputs) {
   }
 }
 
-// What of the region's results becomes an output of the node. A result that is a tensor from
-// outside (a weight, a buffer) must not be made part of the graph itself: an alias is.
-Tensors as_outputs(const Recorder& recorder, const Tensors& inputs, const Tensors& results) {
-  std::unordered_set<const c10::StorageImpl*> of_inputs;
-  for (const at::Tensor& input : inputs) of_inputs.insert(storage_of(input));
-  Tensors outputs;
-  for (const at::Tensor& result : results) {
-    const bool outside = !of_inputs.contains(storage_of(result)) && !recorder.made(result);
-    outputs.push_back(outside ? result.detach() : result);
+// Keeps nothing of the first run, whose graph goes with it.
+class KeepNothing final : public plane::saved::Hooks {
+ public:
+  std::optional<plane::saved::Packed> pack(const plane::saved::Value&) override {
+    return plane::saved::Packed{{}, [](const Tensors&) -> at::Tensor {
+                                  throw UserError(
+                                      "[checkpoint] a reentrant region keeps nothing of its first "
+                                      "run, and a backward pass inside it asked for it. Leave "
+                                      "CheckpointOptions::reentrant off.");
+                                }};
   }
-  return outputs;
-}
+  bool reads_data() const override { return false; }
+};
 
 class Reentrant : public torch::autograd::Function<Reentrant> {
  public:
@@ -93,20 +95,24 @@ class Reentrant : public torch::autograd::Function<Reentrant> {
         Recorder::Options{.debug = region->options.debug, .compare = region->compare()});
     Tensors results;
     {
+      // As in the second run: where nothing is recorded, kernels may round otherwise (oneDNN's
+      // LSTM does with AVX2).
+      const at::AutoGradMode grad(true);
       const InnermostRegion innermost(recorder.get());
       const auto watch = plane::op::push(plane::op::Order::record, recorder);
+      const auto saving =
+          plane::saved::push(plane::saved::Order::checkpoint, std::make_shared<KeepNothing>());
       const std::shared_ptr<void> held =
           region->options.context ? region->options.context(RegionRun::first) : nullptr;
       results = (*first)(region->all_inputs(inputs));
     }
     recorder->finish();
     refuse_changed_inputs(region->record, inputs);
-    Tensors defined;
+    Tensors outputs;
     for (const at::Tensor& result : results) {
       region->defined.push_back(result.defined());
-      if (result.defined()) defined.push_back(result);
+      if (result.defined()) outputs.push_back(result.detach());
     }
-    Tensors outputs = as_outputs(*recorder, inputs, defined);
     bool wanted = region->record.read_requires_grad;
     for (const at::Tensor& input : inputs) {
       region->requires_grad.push_back(input.requires_grad());
