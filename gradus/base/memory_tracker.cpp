@@ -48,6 +48,7 @@ struct ArenaState {
   std::int64_t live_total = 0;
   MemoryBreakdown peak;
   std::int64_t peak_total = 0;
+  std::int64_t lap_peak = 0;
   std::int64_t limit = 0;
   Block* head = nullptr;
 };
@@ -87,6 +88,7 @@ void changed(State& s, Arena arena) {
     a.peak_total = a.live_total;
     a.peak = a.live;
   }
+  a.lap_peak = std::max(a.lap_peak, a.live_total);
   if (!s.timeline_on || arena != Arena::device) return;
   s.timeline.push_back({s.clock(), a.live});
   if (s.timeline.size() < 2 * s.timeline_max) return;
@@ -324,6 +326,13 @@ MemoryBreakdown MemoryTracker::peak(Arena arena) const {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   return s.of(arena).peak;
+}
+
+std::int64_t MemoryTracker::lap_peak() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  ArenaState& a = s.of(Arena::device);
+  return std::exchange(a.lap_peak, a.live_total);
 }
 
 void MemoryTracker::reset_peak(Arena arena) {

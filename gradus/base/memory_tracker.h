@@ -65,6 +65,9 @@ class MemoryTracker {
   /// The breakdown at the moment of the highest total since the last reset_peak().
   MemoryBreakdown peak(Arena arena = Arena::device) const;
   void reset_peak(Arena arena = Arena::device);
+  /// The highest total of the device arena since the last call, for one observer that follows a
+  /// program closely; leaves peak() alone.
+  std::int64_t lap_peak();
 
   /// Says what the storage of @p tensor holds. Returns false if the tracker does not own that
   /// storage.

@@ -48,6 +48,22 @@ TEST_F(MemoryTrackerTest, CountsTheTemporaryOfDEqualsAPlusBOverCAsWorkspaceToThe
   EXPECT_EQ(grown(MemoryCategory::inputs), 0);
 }
 
+TEST_F(MemoryTrackerTest, LapsOfOneObserverLeaveThePeakAlone) {
+  auto& tracker = MemoryTracker::install();
+  tracker.lap_peak();
+  const std::int64_t live = tracker.live().total();
+  {
+    const auto a = torch::empty({1000});
+  }
+  tracker.reset_peak();
+  {
+    const auto a = torch::empty({500});
+  }
+  EXPECT_EQ(tracker.lap_peak(), live + 4000);
+  EXPECT_EQ(tracker.peak().total(), live + 2000);
+  EXPECT_EQ(tracker.lap_peak(), live);
+}
+
 TEST_F(MemoryTrackerTest, SeesAFreeFromAnotherThread) {
   at::Tensor t = torch::empty({1 << 20}, at::kByte);
   EXPECT_EQ(grown(MemoryCategory::workspace), 1 << 20);

@@ -21,9 +21,9 @@ class TapeHooks final : public plane::saved::Hooks {
  public:
   explicit TapeHooks(std::shared_ptr<Tape> tape) : tape_(std::move(tape)) {}
   std::optional<Packed> pack(const Value& value) override {
-    const std::shared_ptr<Content> content = tape_->find(value.tensor);
+    const std::shared_ptr<Content> content = tape_->find(value);
     if (content == nullptr) return std::nullopt;
-    tape_->save(content);
+    tape_->save(content, value.maker);
     // Ends when autograd drops the saved tensor, with the last copy of the function below.
     const std::shared_ptr<void> lease(nullptr,
                                       [tape = tape_, content](void*) { tape->release(content); });
@@ -39,8 +39,9 @@ class TapeHooks final : public plane::saved::Hooks {
 }  // namespace
 
 struct MemoryBudget::State {
-  explicit State(std::int64_t limit_bytes)
-      : limit({.device_bytes = limit_bytes}),
+  explicit State(const MemoryBudgetOptions& options)
+      : tape(std::make_shared<Tape>(options.stash)),
+        limit({.device_bytes = options.limit_bytes}),
         pressure([tape = std::weak_ptr(tape)](std::int64_t needed) {
           const auto alive = tape.lock();
           return alive != nullptr && alive->evict(needed) > 0;
@@ -49,7 +50,7 @@ struct MemoryBudget::State {
         hooks(plane::saved::push(plane::saved::Order::rematerialise,
                                  std::make_shared<TapeHooks>(tape))) {}
 
-  std::shared_ptr<Tape> tape = std::make_shared<Tape>();
+  std::shared_ptr<Tape> tape;
   base::MemoryLimit limit;
   base::PressureGuard pressure;
   plane::op::Guard watch;
@@ -57,12 +58,22 @@ struct MemoryBudget::State {
 };
 
 MemoryBudget::MemoryBudget(const MemoryBudgetOptions& options) {
-  GRADUS_CHECK("memory_budget", options.limit_bytes >= 1, "limit_bytes must be at least 1; got ",
-               options.limit_bytes);
-  state_ = std::make_unique<State>(options.limit_bytes);
+  GRADUS_CHECK("memory_budget", options.limit_bytes >= 0,
+               "limit_bytes must be >= 0 (0: no limit); got ", options.limit_bytes);
+  state_ = std::make_unique<State>(options);
+  state_->tape->set_plan(options.plan);
 }
 
 MemoryBudget::~MemoryBudget() = default;
+
+void MemoryBudget::trace(std::function<void(const StepTrace&)> trace,
+                         std::function<void(const Value&, std::int64_t)> on_saved) {
+  state_->tape->trace(std::move(trace), std::move(on_saved));
+}
+
+void MemoryBudget::set_plan(std::shared_ptr<const EvictionPlan> plan) {
+  state_->tape->set_plan(std::move(plan));
+}
 
 BudgetStatistics MemoryBudget::statistics() const { return state_->tape->statistics(); }
 

@@ -1,13 +1,34 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+
+#include <c10/core/Storage.h>
+
+#include <gradus/plane/saved/saved_plane.h>
+#include <gradus/recompute/eviction_plan.h>
+#include <gradus/recompute/step_trace.h>
 
 namespace gradus::recompute {
 
+/// Somewhere else to keep bytes. Called in the middle of an allocation: must not allocate device
+/// memory in put().
+class Stash {
+ public:
+  virtual ~Stash() = default;
+  /// Takes a copy of the bytes, or returns null if it has no room. The handle frees it.
+  virtual std::shared_ptr<void> put(const c10::Storage& storage) = 0;
+  /// Brings the bytes back in a new storage of the same device.
+  virtual c10::Storage get(const std::shared_ptr<void>& handle) = 0;
+};
+
 struct MemoryBudgetOptions {
   std::int64_t limit_bytes =
-      0;  ///< Of all live device memory, > 0: enforced, as by base::MemoryLimit.
+      0;  ///< Of all live device memory, > 0: enforced, as by base::MemoryLimit; 0: no limit,
+          ///< nothing is dropped (to trace a plain pass).
+  std::shared_ptr<const EvictionPlan> plan{};  ///< Null: online eviction. See set_plan().
+  std::shared_ptr<Stash> stash{};              ///< For what the plan offloads.
 };
 
 /// What a budget did so far.
@@ -17,6 +38,10 @@ struct BudgetStatistics {
   std::int64_t evicted_bytes = 0;
   std::int64_t replayed = 0;  ///< Operators run again.
   double replay_seconds = 0.0;
+  std::int64_t offloaded = 0;       ///< Values moved to the stash.
+  std::int64_t fetched = 0;         ///< Values brought back.
+  std::int64_t planned_passes = 0;  ///< Passes that followed the plan to their end.
+  std::int64_t strayed_passes = 0;  ///< Passes that differed from it.
 };
 
 /// Keeps a training loop inside a memory limit, on an unmodified model: while it lives, the tensors
@@ -38,7 +63,7 @@ struct BudgetStatistics {
 ///
 /// Covers backward passes that this thread starts while it lives. Nests with checkpoint(), whose
 /// regions it leaves alone. One budget a thread.
-/// @throws UserError on a limit below 1 byte. Allocations that still do not fit throw
+/// @throws UserError on a negative limit. Allocations that still do not fit throw
 /// MemoryLimitError; a
 ///   tensor changed in place between use and replay is a UserError that names it.
 class [[nodiscard]] MemoryBudget {
@@ -49,6 +74,16 @@ class [[nodiscard]] MemoryBudget {
   MemoryBudget& operator=(const MemoryBudget&) = delete;
 
   BudgetStatistics statistics() const;
+
+  /// Gives @p trace every pass from now on, as it ends: with the first call of the next one (whose
+  /// result needs a gradient), on the thread that makes it; set_plan() may be called there. Null
+  /// ends it. A pass is traced
+  /// under the limit as well as without one. @p on_saved is called for what autograd saves in a
+  /// traced pass, with the call that made it.
+  void trace(std::function<void(const StepTrace&)> trace,
+             std::function<void(const plane::saved::Value&, std::int64_t call)> on_saved = nullptr);
+  /// Follows @p plan from the next pass on; null: online eviction.
+  void set_plan(std::shared_ptr<const EvictionPlan> plan);
 
  private:
   struct State;

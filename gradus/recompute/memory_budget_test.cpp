@@ -15,6 +15,7 @@
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>
 #include <gradus/recompute/checkpoint.h>
+#include <gradus/recompute/random_program.h>
 
 namespace gradus::recompute {
 namespace {
@@ -30,15 +31,6 @@ struct Outcome {
   std::int64_t peak = 0;  // above what was live before
   BudgetStatistics statistics;
 };
-
-// equal() alone calls two NaNs different.
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const auto as_bytes = [](const at::Tensor& t) {
-    return t.contiguous().flatten().view(at::kByte);
-  };
-  return a.numel() == 0 || as_bytes(a).equal(as_bytes(b));
-}
 
 class MemoryBudgetTest : public testing::Test {
  protected:
@@ -173,6 +165,23 @@ TEST_F(MemoryBudgetTest, RecurrentAndAttentionModulesEqualPlain) {
         return result;
       },
       1.0);
+}
+
+TEST_F(MemoryBudgetTest, AnInPlaceProductSavesACloneOfWhatItOverwrites) {
+  // The clone is made inside mul_; the clone's input is gone when it has to be made again.
+  expect_equal_down_to(
+      [] {
+        torch::manual_seed(1);
+        auto x = torch::randn({64, 64}).requires_grad_();
+        auto y = x;
+        for (int i = 0; i < 20; ++i) {
+          const auto factor = y.sigmoid();
+          y = (y.tanh() + 0.1).mul_(factor);
+        }
+        y.sum().backward();
+        return std::vector<at::Tensor>{x.grad()};
+      },
+      0.35);
 }
 
 TEST_F(MemoryBudgetTest, AttentionWithDropoutEqualsPlain) {
@@ -407,84 +416,12 @@ TEST_F(MemoryBudgetTest, ABudgetBelowWhatOneOperatorNeedsIsAClearErrorAndTheProg
   }
   at::mm(w, w).sum().backward();
   EXPECT_TRUE(w.grad().defined());
-  EXPECT_THROW(MemoryBudget({.limit_bytes = 0}), UserError);
-}
-
-// A random program over a pool of tensors: pointwise operators, products, views, in-place updates,
-// shared values, dropout, concatenation.
-std::vector<at::Tensor> random_program(unsigned seed) {
-  std::mt19937 random(seed);
-  const auto pick = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
-  torch::manual_seed(seed);
-  auto leaf = torch::randn({32, 32}).requires_grad_();
-  auto weight = torch::randn({32, 32}).requires_grad_();
-  std::vector<at::Tensor> pool{leaf * 1, at::mm(leaf, weight)};
-  for (int i = 0; i < 60; ++i) {
-    const at::Tensor a = pool[pick(pool.size())], b = pool[pick(pool.size())];
-    at::Tensor c;
-    switch (pick(14)) {
-      case 0:
-        c = a.tanh();
-        break;
-      case 1:
-        c = a.sigmoid() * b;
-        break;
-      case 2:
-        c = at::mm(a, weight) * 0.2;
-        break;
-      case 3:
-        c = (a + b).sin();
-        break;
-      case 4:
-        c = at::dropout(a, 0.3, true);
-        break;
-      case 5:
-        c = a.t().contiguous().cos();
-        break;
-      case 6:
-        c = at::cat({a.narrow(0, 0, 16), b.narrow(0, 16, 16)}, 0);
-        break;
-      case 7:
-        c = at::layer_norm(a, {32});
-        break;
-      case 8:
-        c = at::gelu(b);
-        break;
-      case 9: {
-        c = a * 1;
-        c.narrow(1, 0, 8).mul_(0.5);
-        break;
-      }
-      case 10:
-        c = (a * 2).relu_();
-        break;
-      case 11:
-        c = at::softmax(a + b.t(), 1);
-        break;
-      case 12: {
-        c = a.exp().clamp_max(4);
-        c.add_(b);
-        break;
-      }
-      default:
-        c = at::mm(a.tanh(), b.tanh().t()) * 0.1;
-        break;
-    }
-    if (pool.size() < 6) {
-      pool.push_back(c);
-    } else {
-      pool[pick(pool.size())] = c;
-    }
-  }
-  at::Tensor loss = torch::zeros({});
-  for (const auto& t : pool) loss = loss + t.pow(2).mean();
-  pool.clear();
-  loss.backward();
-  return {leaf.grad(), weight.grad(), loss.detach()};
+  EXPECT_THROW(MemoryBudget({.limit_bytes = -1}), UserError);
 }
 
 TEST_F(MemoryBudgetTest, RandomProgramsEqualPlainAtRandomBudgets) {
   std::mt19937 random(3);
+  int refused = 0;
   for (unsigned seed = 0; seed < 200; ++seed) {
     SCOPED_TRACE(seed);
     const Step step = [&] { return random_program(seed); };
@@ -494,7 +431,8 @@ TEST_F(MemoryBudgetTest, RandomProgramsEqualPlainAtRandomBudgets) {
     try {
       limited = run(step, static_cast<std::int64_t>(share * static_cast<double>(plain.peak)));
     } catch (const MemoryLimitError&) {
-      continue;  // below the least this program needs: refused, not wrong
+      ++refused;  // below the least this program needs: not wrong
+      continue;
     }
     for (std::size_t i = 0; i < plain.results.size(); ++i) {
       ASSERT_TRUE(plain.results[i].defined() == limited.results[i].defined());
@@ -503,6 +441,7 @@ TEST_F(MemoryBudgetTest, RandomProgramsEqualPlainAtRandomBudgets) {
     }
     ASSERT_TRUE(limited.next_random.equal(plain.next_random));
   }
+  EXPECT_LT(refused, 50);
 }
 
 }  // namespace

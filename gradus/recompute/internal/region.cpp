@@ -243,8 +243,7 @@ void Recorder::note_tensor(const at::Tensor& tensor, bool written, const Call& c
   }
   if (written && !record_.changed.contains(storage)) {
     record_.changed.emplace(
-        storage,
-        ChangedStorage{weak_storage(tensor), copy_of_storage(tensor.storage(), tensor.options())});
+        storage, ChangedStorage{weak_storage(tensor), copy_of_storage(tensor.storage())});
   }
 }
 

@@ -21,10 +21,10 @@ inline c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& 
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl()));
 }
 
-/// A copy of a whole storage as bytes, on the device that @p options name.
-inline at::Tensor copy_of_storage(const c10::Storage& storage, const at::TensorOptions& options) {
+/// A copy of a whole storage as bytes, on its device.
+inline at::Tensor copy_of_storage(const c10::Storage& storage) {
   const at::NoGradGuard no_grad;
-  at::Tensor bytes = at::empty({0}, options.dtype(at::kByte).requires_grad(false));
+  at::Tensor bytes = at::empty({0}, at::TensorOptions(storage.device()).dtype(at::kByte));
   bytes.set_(storage, 0, {static_cast<std::int64_t>(storage.nbytes())}, {1});
   return bytes.clone();
 }

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
+#include <optional>
+#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -21,11 +24,16 @@ namespace {
 using plane::op::Call;
 using plane::op::Frame;
 
-using Clock = std::chrono::steady_clock;
+using Clock = Tracer::Clock;
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
+double seconds_between(Clock::time_point start, Clock::time_point end) {
+  return std::chrono::duration<double>(end - start).count();
 }
+
+double seconds_since(Clock::time_point start) { return seconds_between(start, Clock::now()); }
+
+// Calls that a restored value needs are the tape's, not moments of the program.
+thread_local int restoring = 0;
 
 // Dense tensors over memory of their own; others pass through a recipe as they are, and are kept.
 bool is_plain(const at::Tensor& tensor) {
@@ -34,9 +42,9 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 at::Tensor over(const c10::Storage& storage, const Shape& shape) {
-  const at::NoGradGuard no_grad;
-  at::Tensor tensor = at::empty({0}, shape.options);
-  tensor.set_(storage, shape.offset, shape.sizes, shape.strides);
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), shape.keys, shape.dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides, shape.offset);
   return tensor;
 }
 
@@ -65,14 +73,18 @@ at::Generator generator_of(const Call& call) {
 }  // namespace
 
 Shape Tape::shape_of(const at::Tensor& tensor) {
-  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
-          tensor.options().requires_grad(false)};
+  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(), tensor.dtype(),
+          tensor.unsafeGetTensorImpl()->key_set()};
 }
 
 // The content that a tensor shows now. Tensors the tape did not see made are outside: held strongly
 // if asked for.
 std::shared_ptr<Content> Tape::content_of(const at::Tensor& tensor, bool outside_too) {
   const c10::StorageImpl* const key = storage_of(tensor);
+  for (auto change = changing_.rbegin(); change != changing_.rend(); ++change) {
+    if (change->key == key && change->counter.current_version() == change->version)
+      return change->before;
+  }
   const auto found = current_.find(key);
   if (found != current_.end() && found->second->program.use_count() > 0) return found->second;
   if (!outside_too) return nullptr;
@@ -110,12 +122,14 @@ bool Tape::prepare_change(const at::Tensor& tensor, bool only_changes) {
     outside_.erase(key);
   } else {
     // It cannot be made again, and what was computed from it may have to be.
-    content->storage = copy_of_storage(content->storage, tensor.options()).storage();
+    content->storage = copy_of_storage(content->storage).storage();
     content->version.reset();
     outside_.erase(key);
   }
   content->program =
       c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>());
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  if (counter.enabled()) changing_.push_back({key, content, counter, counter.current_version()});
   return outside;
 }
 
@@ -151,17 +165,90 @@ Argument Tape::argument_of(const c10::IValue& value) {
 }
 
 void Tape::call(Call& call) {
-  // Below autograd are parts of kernels; in a backward pass nothing is recorded, so what a double
-  // backward saves is kept.
-  const Frame frame = call.frame();
-  if (frame != Frame::autograd || plane::saved::current_backward() >= 0) {
+  if (call.frame() != Frame::autograd) {  // below are parts of kernels
     call.proceed();
     return;
   }
+  if (plane::saved::current_backward() >= 0) {
+    // In a backward pass nothing is recorded, so what a double backward saves is kept.
+    call.proceed();
+    if (restoring == 0) count_moment(/*backward=*/true);
+    return;
+  }
   record(call);
+  count_moment(/*backward=*/false);
+}
+
+void Tape::count_moment(bool backward) {
+  const std::lock_guard lock(mutex_);
+  if (calls_ < 0) return;
+  if (tracer_ != nullptr) tracer_->end_moment(moment_, backward);
+  ++moment_;
+  if (!backward) return;
+  backward_seen_ = true;
+  backward_end_ = Clock::now();
+}
+
+void Tape::begin_pass(Tracer::Clock::time_point start) {
+  OnPass report;
+  StepTrace trace;
+  {
+    const std::lock_guard lock(mutex_);
+    if (calls_ >= 0) {
+      if (following_) {
+        const bool whole = calls_ == static_cast<std::int64_t>(plan_->calls.size());
+        ++(whole ? statistics_.planned_passes : statistics_.strayed_passes);
+      }
+      if (tracer_ != nullptr) {
+        const double elsewhere = evicting_s_ + statistics_.replay_seconds - replay_s_at_start_;
+        trace = tracer_->finish(seconds_between(pass_start_, backward_end_) - elsewhere,
+                                recording_s_, elsewhere);
+        tracer_ = nullptr;
+        report = on_pass_;
+      }
+    }
+  }
+  if (report != nullptr) report(trace);  // may end the tracing, and set a plan
+  const std::lock_guard lock(mutex_);
+  plan_ = next_plan_;
+  following_ = plan_ != nullptr;
+  if (on_pass_ != nullptr) tracer_ = std::make_unique<Tracer>();
+  calls_ = 0;
+  moment_ = 0;
+  over_ = false;
+  backward_seen_ = false;
+  recording_s_ = 0.0;
+  evicting_s_ = 0.0;
+  replay_s_at_start_ = statistics_.replay_seconds;
+  pass_start_ = backward_end_ = start;
+}
+
+void Tape::trace(OnPass on_pass, OnSaved on_saved) {
+  const std::lock_guard lock(mutex_);
+  on_pass_ = std::move(on_pass);
+  on_saved_ = std::move(on_saved);
+  if (on_pass_ == nullptr) tracer_ = nullptr;
+}
+
+void Tape::set_plan(std::shared_ptr<const EvictionPlan> plan) {
+  const std::lock_guard lock(mutex_);
+  next_plan_ = std::move(plan);
+}
+
+// Checks that @p recipe, just run, is the call that the plan has at its place.
+void Tape::follow(const Recipe& recipe, std::int64_t made_bytes) {
+  if (!following_) return;
+  const auto index = static_cast<std::size_t>(recipe.call);
+  if (index < plan_->calls.size() && plan_->calls[index].bytes == made_bytes &&
+      plan_->calls[index].op == recipe.op.schema().name()) {
+    return;
+  }
+  following_ = false;
+  ++statistics_.strayed_passes;
 }
 
 void Tape::record(Call& call) {
+  const auto entered = Clock::now();
   const OperatorTraits& traits = traits_of(call);
   auto recipe = std::make_shared<Recipe>(call.op());
   struct Changed {
@@ -171,10 +258,13 @@ void Tape::record(Call& call) {
   };
   std::vector<Changed> changed;
   std::vector<const c10::StorageImpl*> taken;
+  std::size_t changing_before = 0;
   {
     const std::lock_guard lock(mutex_);
+    changing_before = changing_.size();
     if (++calls_since_purge_ >= 256) purge();
     recipe->number = ++clock_;
+    if (calls_ >= 0 && !over_ && !backward_seen_) recipe->call = calls_++;
     const auto& returns = call.schema().returns();
     const bool only_changes = std::all_of(returns.begin(), returns.end(), [](const auto& result) {
       return result.alias_info() != nullptr;
@@ -201,18 +291,42 @@ void Tape::record(Call& call) {
       recipe->generator_state = recipe->generator.get_state();
     }
   }
+  const double evicting_before = evicting_s_;
   const auto start = Clock::now();
-  call.proceed();
-  recipe->seconds = seconds_since(start);
+  {
+    // Also where the call throws.
+    struct Changing {
+      Tape& tape;
+      std::size_t before;
+      ~Changing() {
+        const std::lock_guard lock(tape.mutex_);
+        tape.changing_.erase(tape.changing_.begin() + static_cast<std::ptrdiff_t>(before),
+                             tape.changing_.end());
+      }
+    } const changing{*this, changing_before};
+    call.proceed();
+  }
+  const auto end = Clock::now();
 
+  const auto records = [](const c10::IValue& result) {
+    return result.isTensor() && result.toTensor().defined() && result.toTensor().requires_grad();
+  };
+  if (over_ && recipe->grad_mode && std::ranges::any_of(call.results(), records)) {
+    begin_pass(entered);
+    recipe->call = calls_++;
+  }
   const std::lock_guard lock(mutex_);
+  recipe->seconds = seconds_between(start, end) - (evicting_s_ - evicting_before);
   bool makes = false;
+  std::int64_t made_bytes = 0, new_bytes = 0;
   const auto add = [&](const at::Tensor& tensor, std::size_t output) {
     auto content = std::make_shared<Content>(static_cast<std::int64_t>(tensor.storage().nbytes()),
                                              weak_storage(tensor));
     content->maker = recipe;
     content->output = output;
+    content->call = recipe->call;
     content->last_used = clock_;
+    made_bytes += content->bytes;
     recipe->made.push_back(content);
     current_[storage_of(tensor)] = content;
     makes = true;
@@ -242,8 +356,14 @@ void Tape::record(Call& call) {
     if (found != current_.end() && found->second->maker == recipe)
       continue;  // two results over one storage
     add(tensor, i);
+    new_bytes += recipe->made.back().lock()->bytes;
   }
   if (makes) ++statistics_.recorded;
+  if (recipe->call >= 0) {
+    follow(*recipe, made_bytes);
+    if (tracer_ != nullptr) tracer_->call(*recipe, moment_, new_bytes);
+  }
+  recording_s_ += seconds_between(entered, start) + seconds_since(end);
 }
 
 // Forgets contents that the program dropped; whatever still needs one holds it.
@@ -265,18 +385,27 @@ bool Tape::purge() {
   return current_.size() < before;
 }
 
-std::shared_ptr<Content> Tape::find(const at::Tensor& tensor) {
-  if (!is_plain(tensor) || plane::saved::current_backward() >= 0) return nullptr;
-  const std::lock_guard lock(mutex_);
-  auto content = content_of(tensor, false);
-  return content != nullptr && replayable(*content) ? content : nullptr;
+std::shared_ptr<Content> Tape::find(const plane::saved::Value& value) {
+  if (!is_plain(value.tensor) || plane::saved::current_backward() >= 0) return nullptr;
+  std::shared_ptr<Content> content;
+  OnSaved on_saved;
+  {
+    const std::lock_guard lock(mutex_);
+    content = content_of(value.tensor, false);
+    if (content == nullptr || !replayable(*content)) return nullptr;
+    if (disposition_of(*content) == Disposition::leave) return nullptr;
+    if (tracer_ != nullptr && content->call >= 0) on_saved = on_saved_;
+  }
+  if (on_saved != nullptr) on_saved(value, content->call);
+  return content;
 }
 
-void Tape::save(const std::shared_ptr<Content>& content) {
+void Tape::save(const std::shared_ptr<Content>& content, std::string_view maker) {
   const std::lock_guard lock(mutex_);
   ++content->saved;
   ++saved_;
   content->last_used = clock_;
+  if (tracer_ != nullptr && content->call >= 0) tracer_->saved(*content, maker);
   if (content->storage) return;
   auto program = content->program.lock();
   if (!program) return;
@@ -286,15 +415,41 @@ void Tape::save(const std::shared_ptr<Content>& content) {
 
 void Tape::release(const std::shared_ptr<Content>& content) {
   const std::lock_guard lock(mutex_);
-  if (--content->saved == 0 && content->pins == 0) content->storage = c10::Storage();
+  if (tracer_ != nullptr && content->call >= 0) tracer_->released(*content, moment_);
+  if (--content->saved == 0) {
+    if (content->pins == 0) content->storage = c10::Storage();
+    content->away = nullptr;
+  }
+  if (--saved_ > 0) return;
   // The end of a step: state that outlives it must not keep what it was computed from.
-  if (--saved_ == 0) purge();
+  purge();
+  over_ = over_ || backward_seen_ || plane::saved::current_backward() >= 0;
 }
 
 at::Tensor Tape::get(const std::shared_ptr<Content>& content, const Shape& shape) {
   const std::lock_guard lock(mutex_);
   content->last_used = ++clock_;
+  if (tracer_ != nullptr && content->call >= 0) tracer_->read(*content, moment_);
+  struct Restoring {
+    Restoring() { ++restoring; }
+    ~Restoring() { --restoring; }
+  } const inside;
   return over(materialise(content), shape);
+}
+
+// Brings @p content into memory if that needs no operator.
+bool Tape::ready(const std::shared_ptr<Content>& content) {
+  if (content->storage) return true;
+  if (auto program = content->program.lock()) {
+    content->storage = c10::Storage(std::move(program));
+  } else if (content->away != nullptr) {
+    content->storage = stash_->get(content->away);
+    ++statistics_.fetched;
+  } else {
+    return false;
+  }
+  if (content->maker != nullptr) kept_.push_back(content);
+  return true;
 }
 
 c10::Storage Tape::materialise(const std::shared_ptr<Content>& wanted) {
@@ -321,28 +476,16 @@ c10::Storage Tape::materialise(const std::shared_ptr<Content>& wanted) {
     std::shared_ptr<Content> content;
     Pins pins;
   };
-  const auto ready = [](Content& content) {
-    if (content.storage) return true;
-    if (auto program = content.program.lock()) {
-      content.storage = c10::Storage(std::move(program));
-      return true;
-    }
-    return false;
-  };
-  const auto note = [this](const std::shared_ptr<Content>& content) {
-    if (content->maker != nullptr) kept_.push_back(content);
-  };
-  if (!wanted->storage && ready(*wanted)) note(wanted);
   if (wanted->storage) return wanted->storage;
   const auto start = Clock::now();
+  if (tracer_ != nullptr) tracer_->before_change();
   // Depth first by an explicit stack: a chain of recipes may be as long as the program.
   std::vector<Visit> path;
   path.push_back({wanted, {}});
   while (!path.empty()) {
     Visit& visit = path.back();
     Content& content = *visit.content;
-    if (!content.storage && ready(content)) note(visit.content);
-    if (content.storage) {
+    if (ready(visit.content)) {
       path.pop_back();
       continue;
     }
@@ -353,8 +496,7 @@ c10::Storage Tape::materialise(const std::shared_ptr<Content>& wanted) {
     std::shared_ptr<Content> missing;
     for (const Argument& argument : recipe->arguments) {
       for (const auto& [input, shape] : argument.tensors) {
-        if (!input->storage && ready(*input)) note(input);
-        if (input->storage) {
+        if (ready(input)) {
           visit.pins.add(input);
         } else if (missing == nullptr) {
           missing = input;
@@ -370,6 +512,8 @@ c10::Storage Tape::materialise(const std::shared_ptr<Content>& wanted) {
                           " was run again and did not make the value it made before");
     path.pop_back();
   }
+  path.clear();
+  if (tracer_ != nullptr) tracer_->after_change();
   statistics_.replay_seconds += seconds_since(start);
   return wanted->storage;
 }
@@ -392,14 +536,13 @@ void Tape::run(Recipe& recipe) {
       if (content.version && content.version->current_version() != content.version_read) {
         throw UserError(base::join(
             "[memory_budget] what a value is computed from must not change before backward; ",
-            content.description, " was at version ", content.version_read,
-            " and is now at version ", content.version->current_version(),
+            content.description, ", which ", schema.name(), " read, was at version ",
+            content.version_read, " and is now at version ", content.version->current_version(),
             ". Change it after backward, or change a clone."));
       }
       if (!argument.written) return over(content.storage, entry.second);
       // The operator changes this argument; the content before it may be needed again.
-      at::Tensor copy =
-          over(copy_of_storage(content.storage, entry.second.options).storage(), entry.second);
+      at::Tensor copy = over(copy_of_storage(content.storage).storage(), entry.second);
       changed.emplace_back(i, copy);
       return copy;
     };
@@ -474,16 +617,96 @@ void Tape::run(Recipe& recipe) {
   }
 }
 
+// --- Eviction ----------------------------------------------------------------------------------
+
+struct Tape::Candidate {
+  std::shared_ptr<Content> content;
+  double score = 0.0;  // the lowest goes first
+};
+
+Disposition Tape::disposition_of(const Content& content) const {
+  return following_ && content.call >= 0
+             ? plan_->calls[static_cast<std::size_t>(content.call)].disposition
+             : Disposition::keep;
+}
+
+// The moment at which backward asks for @p content next, by the plan.
+std::int64_t Tape::next_read(const Content& content) const {
+  const auto& reads = plan_->calls[static_cast<std::size_t>(content.call)].reads;
+  const auto next = std::lower_bound(reads.begin(), reads.end(), moment_);
+  return next == reads.end() ? std::numeric_limits<std::int64_t>::max() : *next;
+}
+
+bool Tape::evictable(const Content& content) const {
+  // Where somebody else holds the memory too, dropping our handle would free nothing.
+  return content.storage && content.pins == 0 && content.bytes > 0 &&
+         content.storage.use_count() == 1;
+}
+
+std::int64_t Tape::drop(Content& content) {
+  if (!content.storage) return 0;  // listed twice
+  if (content.away == nullptr && stash_ != nullptr && content.saved > 0 &&
+      disposition_of(content) == Disposition::offload) {
+    content.away = stash_->put(content.storage);
+    if (content.away != nullptr) ++statistics_.offloaded;
+  }
+  content.storage = c10::Storage();
+  ++statistics_.evicted;
+  statistics_.evicted_bytes += content.bytes;
+  return content.bytes;
+}
+
+std::int64_t Tape::drop_cheapest(std::vector<Candidate> candidates, std::int64_t bytes) {
+  const auto later = [](const Candidate& l, const Candidate& r) {
+    return l.score != r.score ? l.score > r.score
+                              : l.content->maker->number > r.content->maker->number;
+  };
+  std::make_heap(candidates.begin(), candidates.end(), later);
+  std::int64_t freed = 0;
+  while (freed < bytes && !candidates.empty()) {
+    std::pop_heap(candidates.begin(), candidates.end(), later);
+    freed += drop(*candidates.back().content);
+    candidates.pop_back();
+  }
+  return freed;
+}
+
 std::int64_t Tape::evict(std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  const bool purged = purge();
+  const auto start = Clock::now();
+  if (tracer_ != nullptr) tracer_->before_change();
+  std::int64_t freed = following_ ? evict_planned(bytes) : 0;
+  if (freed < bytes) {
+    const bool purged = purge();
+    freed += evict_by_cost(bytes - freed);
+    if (freed == 0 && purged) freed = 1;  // forgetting may have freed tensors from outside
+  }
+  if (tracer_ != nullptr) tracer_->after_change();
+  if (restoring == 0) evicting_s_ += seconds_since(start);
+  return freed;
+}
+
+// Drops what nobody has asked for, then what the plan says, the one read last first.
+std::int64_t Tape::evict_planned(std::int64_t bytes) {
+  std::vector<Candidate> candidates;
+  for (const auto& weak_content : kept_) {
+    auto content = weak_content.lock();
+    if (content == nullptr || !evictable(*content)) continue;
+    if (content->saved > 0) {
+      const Disposition disposition = disposition_of(*content);
+      if (disposition != Disposition::recompute && disposition != Disposition::offload) continue;
+    }
+    const double score = content->saved > 0 ? -static_cast<double>(next_read(*content))
+                                            : -std::numeric_limits<double>::infinity();
+    candidates.push_back({std::move(content), score});
+  }
+  return drop_cheapest(std::move(candidates), bytes);
+}
+
+std::int64_t Tape::evict_by_cost(std::int64_t bytes) {
   // What it would take to make each content again: its own call, and all calls before it whose
   // results are gone. One pass in the order of the calls; a shared ancestor counts for each of its
   // users, which errs towards keeping it.
-  struct Candidate {
-    std::shared_ptr<Content> content;
-    double score;
-  };
   std::unordered_map<const Recipe*, double> cost;
   const auto cost_of = [&](const std::shared_ptr<Recipe>& first) {
     std::vector<const Recipe*> stack{first.get()};
@@ -497,7 +720,7 @@ std::int64_t Tape::evict(std::int64_t bytes) {
       bool complete = true;
       for (const Argument& argument : recipe->arguments) {
         for (const auto& [input, shape] : argument.tensors) {
-          if (input->storage || input->program.use_count() > 0 || input->maker == nullptr) continue;
+          if (input->in_memory() || input->away != nullptr || input->maker == nullptr) continue;
           const auto known = cost.find(input->maker.get());
           if (known == cost.end()) {
             stack.push_back(input->maker.get());
@@ -516,31 +739,17 @@ std::int64_t Tape::evict(std::int64_t bytes) {
   std::vector<Candidate> candidates;
   for (const auto& weak_content : kept_) {
     auto content = weak_content.lock();
-    if (content == nullptr || !content->storage || content->pins > 0 || content->bytes == 0)
-      continue;
-    // Somebody else holds the memory too: dropping our handle would free nothing.
-    if (content->storage.use_count() > 1) continue;
-    const double staleness = static_cast<double>(clock_ - content->last_used + 1);
-    const double score =
-        content->saved == 0
-            ? 0.0  // made on the way to another value; nobody has asked for it
-            : (cost_of(content->maker) + 1e-7) / (static_cast<double>(content->bytes) * staleness);
+    if (content == nullptr || !evictable(*content)) continue;
+    double score = 0.0;  // made on the way to another value; nobody has asked for it
+    if (content->saved > 0) {
+      const auto wait = following_ && content->call >= 0 ? next_read(*content) - moment_
+                                                         : clock_ - content->last_used;
+      score = (cost_of(content->maker) + 1e-7) /
+              (static_cast<double>(content->bytes) * (static_cast<double>(wait) + 1.0));
+    }
     candidates.push_back({std::move(content), score});
   }
-  std::sort(candidates.begin(), candidates.end(), [](const Candidate& l, const Candidate& r) {
-    return l.score != r.score ? l.score < r.score
-                              : l.content->maker->number < r.content->maker->number;
-  });
-  std::int64_t freed = 0;
-  for (const Candidate& candidate : candidates) {
-    if (freed >= bytes) break;
-    if (!candidate.content->storage) continue;  // listed twice
-    candidate.content->storage = c10::Storage();
-    freed += candidate.content->bytes;
-    ++statistics_.evicted;
-  }
-  statistics_.evicted_bytes += freed;
-  return freed > 0 || !purged ? freed : 1;  // forgetting may have freed tensors from outside
+  return drop_cheapest(std::move(candidates), bytes);
 }
 
 BudgetStatistics Tape::statistics() const {

@@ -3,90 +3,52 @@
 // How the values of a forward pass were made, which of them are in memory, and how to make one
 // again.
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
+#include <string_view>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <gradus/plane/op/op_plane.h>
+#include <gradus/recompute/internal/content.h>
+#include <gradus/recompute/internal/tracer.h>
 #include <gradus/recompute/memory_budget.h>
 
 namespace gradus::recompute::internal {
 
-struct Recipe;
-
-/// The content of a storage at one moment: an operator in place makes a new content of the same
-/// storage. Kept in memory by a strong handle or not at all.
-struct Content {
-  std::shared_ptr<Recipe> maker;  ///< Null if it came from outside, or cannot be made again.
-  std::size_t output = 0;         ///< Which result of the maker, or which argument it changed.
-  std::int64_t bytes = 0;
-  c10::Storage storage;  ///< Defined while we keep it.
-  c10::weak_intrusive_ptr<c10::StorageImpl>
-      program;  ///< The program's own storage, while it holds this content.
-  std::optional<c10::VariableVersion> version;  ///< Of an outside tensor, when it was read.
-  std::uint32_t version_read = 0;
-  std::string description;     ///< Of an outside tensor.
-  std::int64_t last_used = 0;  ///< On the tape's own clock, which counts operators.
-  int pins = 0;                ///< A replay needs it now.
-  int saved = 0;               ///< Places of autograd that stand for it.
-
-  Content(std::int64_t bytes, c10::weak_intrusive_ptr<c10::StorageImpl> program)
-      : bytes(bytes), program(std::move(program)) {}
-};
-
-/// A tensor over a content: all but the memory.
-struct Shape {
-  std::vector<std::int64_t> sizes, strides;
-  std::int64_t offset = 0;
-  at::TensorOptions options;
-};
-
-/// One argument of a recipe: a value as it is, or tensors over contents.
-struct Argument {
-  c10::IValue value;
-  std::vector<std::pair<std::shared_ptr<Content>, Shape>>
-      tensors;                ///< One, or the elements of a list.
-  std::vector<bool> present;  ///< For a list: which elements are tensors over contents.
-  bool written = false;       ///< The call changes it.
-};
-
-/// One operator call.
-struct Recipe {
-  explicit Recipe(const c10::OperatorHandle& op) : op(op) {}
-  c10::OperatorHandle op;
-  std::vector<Argument> arguments;
-  std::vector<std::weak_ptr<Content>> made;  ///< What it made.
-  at::Generator generator;  ///< With its state before the call, if it drew numbers.
-  at::Tensor generator_state;
-  bool grad_mode = true;
-  double seconds = 0.0;
-  std::int64_t number = 0;  ///< Of the call, ascending.
-};
-
 /// Records a forward pass, drops contents under pressure and makes them again. Thread-safe.
+///
+/// A pass begins with the first call whose result needs a gradient after a backward pass has
+/// released everything that was saved; its calls are those of its forward part, its moments all
+/// calls until the next pass.
 class Tape final : public plane::op::Handler {
  public:
+  using OnPass = std::function<void(const StepTrace&)>;
+  using OnSaved = std::function<void(const plane::saved::Value&, std::int64_t call)>;
+
+  explicit Tape(std::shared_ptr<Stash> stash) : stash_(std::move(stash)) {}
+
   void call(plane::op::Call& call) override;
 
-  /// The content of a tensor that autograd saves, if the tape can make it again; else null.
-  std::shared_ptr<Content> find(const at::Tensor& tensor);
+  /// The content of a tensor that autograd saves, if the tape can make it again and its plan does
+  /// not leave it to others; else null.
+  std::shared_ptr<Content> find(const plane::saved::Value& value);
   /// Says that a place of autograd stands for @p content from now on, or no longer.
-  void save(const std::shared_ptr<Content>& content);
+  void save(const std::shared_ptr<Content>& content, std::string_view maker);
   void release(const std::shared_ptr<Content>& content);
   /// The tensor over @p content, made again if need be.
   at::Tensor get(const std::shared_ptr<Content>& content, const Shape& shape);
 
   /// Drops the cheapest contents until @p bytes are freed. Returns the bytes freed.
   std::int64_t evict(std::int64_t bytes);
+
+  void trace(OnPass on_pass, OnSaved on_saved);
+  void set_plan(std::shared_ptr<const EvictionPlan> plan);
 
   BudgetStatistics statistics() const;
 
@@ -95,12 +57,27 @@ class Tape final : public plane::op::Handler {
  private:
   std::shared_ptr<Content> content_of(const at::Tensor& tensor, bool outside_too);
   void record(plane::op::Call& call);
+  void count_moment(bool backward);
+  void begin_pass(Tracer::Clock::time_point start);
+  void follow(const Recipe& recipe, std::int64_t made_bytes);
   Argument argument_of(const c10::IValue& value);
   c10::Storage materialise(const std::shared_ptr<Content>& content);
+  bool ready(const std::shared_ptr<Content>& content);
   void run(Recipe& recipe);
   bool purge();
   bool prepare_change(const at::Tensor& tensor, bool only_changes);
   bool replayable(const Content& content) const { return content.maker != nullptr; }
+
+  struct Candidate;
+  Disposition disposition_of(const Content& content) const;
+  std::int64_t next_read(const Content& content) const;
+  bool evictable(const Content& content) const;
+  std::int64_t drop(Content& content);
+  std::int64_t drop_cheapest(std::vector<Candidate> candidates, std::int64_t bytes);
+  std::int64_t evict_planned(std::int64_t bytes);
+  std::int64_t evict_by_cost(std::int64_t bytes);
+
+  const std::shared_ptr<Stash> stash_;
 
   // Recursive: making a value again allocates, which may ask this tape to evict.
   mutable std::recursive_mutex mutex_;
@@ -109,12 +86,41 @@ class Tape final : public plane::op::Handler {
   std::unordered_map<const c10::StorageImpl*, std::shared_ptr<Content>>
       current_;  // made by recipes
   std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Content>>
-      outside_;                               // owned by recipes that read them
+      outside_;  // owned by recipes that read them
+  // Calls in flight that change a tensor in place. Autograd's part of such a call may still read
+  // what was there before (mul_ saves a clone).
+  struct Change {
+    const c10::StorageImpl* key;
+    std::shared_ptr<Content> before;
+    c10::VariableVersion counter;
+    std::uint32_t version;  // before
+  };
+  std::vector<Change> changing_;
   std::vector<std::weak_ptr<Content>> kept_;  // what may be evicted: contents with a strong handle
   std::int64_t clock_ = 0;
   std::int64_t saved_ = 0;  // places of autograd that stand for contents
   std::int64_t calls_since_purge_ = 0;
   BudgetStatistics statistics_;
+
+  // The pass.
+  std::int64_t calls_ = -1;  // made so far; -1 before the first pass
+  std::int64_t moment_ = 0;  // the next one
+  bool over_ = true;         // the next call that autograd records begins a pass
+  bool backward_seen_ = false;
+  Tracer::Clock::time_point pass_start_;
+  Tracer::Clock::time_point backward_end_;
+  double recording_s_ = 0.0;
+  double evicting_s_ = 0.0;
+  double replay_s_at_start_ = 0.0;
+
+  // Its plan.
+  std::shared_ptr<const EvictionPlan> plan_;
+  std::shared_ptr<const EvictionPlan> next_plan_;
+  bool following_ = false;
+
+  OnPass on_pass_;
+  OnSaved on_saved_;
+  std::unique_ptr<Tracer> tracer_;
 };
 
 }  // namespace gradus::recompute::internal
