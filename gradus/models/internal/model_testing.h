@@ -1,0 +1,112 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+// What the tests of several models ask.
+namespace gradus::models::internal {
+
+class ModelTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    at::set_num_threads(1);
+    torch::manual_seed(1);
+  }
+};
+
+inline std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  return "no c10::ValueError";
+}
+
+inline std::int64_t value_count(const torch::nn::Module& module) {
+  std::int64_t count = 0;
+  for (const auto& parameter : module.parameters()) count += parameter.numel();
+  return count;
+}
+
+inline std::map<std::string, at::Tensor> state_of(const torch::nn::Module& module) {
+  std::map<std::string, at::Tensor> state;
+  for (const auto& item : module.named_parameters()) state[item.key()] = item.value();
+  return state;
+}
+
+inline std::set<std::string> names_of(const torch::nn::Module& module) {
+  std::set<std::string> names;
+  for (const auto& item : module.named_parameters()) names.insert(item.key());
+  for (const auto& item : module.named_buffers()) names.insert(item.key());
+  return names;
+}
+
+// Moves all parameters away from where they begin: biases and norms from 0 and 1, or an exchanged
+// pair would not show.
+inline void disturb(torch::nn::Module& module, double scale = 0.2) {
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : module.parameters()) parameter.add_(torch::randn_like(parameter), scale);
+}
+
+// Names of the parameters that a loss's gradient does not reach.
+inline std::string out_of_reach(torch::nn::Module& module, const at::Tensor& loss) {
+  module.zero_grad();
+  loss.backward();
+  std::string names;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& gradient = item.value().grad();
+    const bool reached = gradient.defined() && gradient.isfinite().all().item<bool>() &&
+                         gradient.abs().max().item<double>() > 0;
+    if (!reached) names += item.key() + " ";
+  }
+  return names;
+}
+
+// The loss after @p steps of Adam, in evaluation.
+inline double loss_after_training(torch::nn::Module& module,
+                                  const std::function<at::Tensor()>& loss, int steps, double rate) {
+  torch::optim::Adam adam(module.parameters(), torch::optim::AdamOptions(rate));
+  for (int step = 0; step < steps; ++step) {
+    adam.zero_grad();
+    loss().backward();
+    adam.step();
+  }
+  module.eval();
+  const at::NoGradGuard no_grad;
+  return loss().item<double>();
+}
+
+// What clone() promises: the same function, in memory of its own. @p run computes with a module.
+template <typename Impl>
+void expect_clone_equal_and_apart(Impl& module, const std::function<at::Tensor(Impl&)>& run) {
+  const auto clone = std::dynamic_pointer_cast<Impl>(module.clone());
+  ASSERT_TRUE(clone);
+  const at::Tensor before = run(module);
+  EXPECT_TRUE(run(*clone).equal(before));
+  EXPECT_EQ(names_of(*clone), names_of(module));
+  disturb(*clone, 1.0);
+  EXPECT_TRUE(run(module).equal(before));
+  EXPECT_FALSE(run(*clone).equal(before));
+}
+
+inline double gap(const at::Tensor& a, const at::Tensor& b) {
+  return (a - b).abs().max().item<double>();
+}
+
+}  // namespace gradus::models::internal
