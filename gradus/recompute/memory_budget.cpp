@@ -71,6 +71,8 @@ void MemoryBudget::trace(std::function<void(const StepTrace&)> trace,
   state_->tape->trace(std::move(trace), std::move(on_saved));
 }
 
+void MemoryBudget::on_pass(std::function<void()> ended) { state_->tape->on_pass(std::move(ended)); }
+
 void MemoryBudget::set_plan(std::shared_ptr<const EvictionPlan> plan) {
   state_->tape->set_plan(std::move(plan));
 }

@@ -82,6 +82,8 @@ class [[nodiscard]] MemoryBudget {
   /// traced pass, with the call that made it.
   void trace(std::function<void(const StepTrace&)> trace,
              std::function<void(const plane::saved::Value&, std::int64_t call)> on_saved = nullptr);
+  /// Calls @p ended as each pass ends, where a trace is given; null ends that.
+  void on_pass(std::function<void()> ended);
   /// Follows @p plan from the next pass on; null: online eviction.
   void set_plan(std::shared_ptr<const EvictionPlan> plan);
 

@@ -211,6 +211,8 @@ TEST_F(PlannedBudgetTest, APassThatStraysGoesOnWithoutThePlan) {
   const StepTrace trace = trace_of([this] { chain(12); });
   const std::int64_t live = tracker_.live().total();
   MemoryBudget budget({.limit_bytes = live + 9 * kBytes, .plan = keep_all(trace)});
+  int passes = 0;
+  budget.on_pass([&] { ++passes; });
   zero_gradient();
   at::Tensor y = leaf_;
   for (int i = 0; i < 12; ++i) y = i == 5 ? y.tanh().cos() : y.tanh().sin();
@@ -221,6 +223,7 @@ TEST_F(PlannedBudgetTest, APassThatStraysGoesOnWithoutThePlan) {
   chain(12);
   EXPECT_EQ(budget.statistics().planned_passes, 1);
   EXPECT_EQ(budget.statistics().strayed_passes, 1);
+  EXPECT_EQ(passes, 2);  // the last has not ended yet
 }
 
 TEST_F(PlannedBudgetTest, WhatIsOffloadedComesBackWithoutARun) {

@@ -190,11 +190,13 @@ void Tape::count_moment(bool backward) {
 }
 
 void Tape::begin_pass(Tracer::Clock::time_point start) {
-  OnPass report;
+  OnTrace report;
+  std::function<void()> ended;
   StepTrace trace;
   {
     const std::lock_guard lock(mutex_);
     if (calls_ >= 0) {
+      ended = on_pass_;
       if (following_) {
         const bool whole = calls_ == static_cast<std::int64_t>(plan_->calls.size());
         ++(whole ? statistics_.planned_passes : statistics_.strayed_passes);
@@ -204,15 +206,17 @@ void Tape::begin_pass(Tracer::Clock::time_point start) {
         trace = tracer_->finish(seconds_between(pass_start_, backward_end_) - elsewhere,
                                 recording_s_, elsewhere);
         tracer_ = nullptr;
-        report = on_pass_;
+        report = on_trace_;
       }
     }
   }
-  if (report != nullptr) report(trace);  // may end the tracing, and set a plan
+  // These may begin or end tracing, and set a plan.
+  if (report != nullptr) report(trace);
+  if (ended != nullptr) ended();
   const std::lock_guard lock(mutex_);
   plan_ = next_plan_;
   following_ = plan_ != nullptr;
-  if (on_pass_ != nullptr) tracer_ = std::make_unique<Tracer>();
+  if (on_trace_ != nullptr) tracer_ = std::make_unique<Tracer>();
   calls_ = 0;
   moment_ = 0;
   over_ = false;
@@ -223,11 +227,16 @@ void Tape::begin_pass(Tracer::Clock::time_point start) {
   pass_start_ = backward_end_ = start;
 }
 
-void Tape::trace(OnPass on_pass, OnSaved on_saved) {
+void Tape::trace(OnTrace on_trace, OnSaved on_saved) {
   const std::lock_guard lock(mutex_);
-  on_pass_ = std::move(on_pass);
+  on_trace_ = std::move(on_trace);
   on_saved_ = std::move(on_saved);
-  if (on_pass_ == nullptr) tracer_ = nullptr;
+  if (on_trace_ == nullptr) tracer_ = nullptr;
+}
+
+void Tape::on_pass(std::function<void()> ended) {
+  const std::lock_guard lock(mutex_);
+  on_pass_ = std::move(ended);
 }
 
 void Tape::set_plan(std::shared_ptr<const EvictionPlan> plan) {

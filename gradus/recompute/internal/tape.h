@@ -28,7 +28,7 @@ namespace gradus::recompute::internal {
 /// calls until the next pass.
 class Tape final : public plane::op::Handler {
  public:
-  using OnPass = std::function<void(const StepTrace&)>;
+  using OnTrace = std::function<void(const StepTrace&)>;
   using OnSaved = std::function<void(const plane::saved::Value&, std::int64_t call)>;
 
   explicit Tape(std::shared_ptr<Stash> stash) : stash_(std::move(stash)) {}
@@ -47,7 +47,8 @@ class Tape final : public plane::op::Handler {
   /// Drops the cheapest contents until @p bytes are freed. Returns the bytes freed.
   std::int64_t evict(std::int64_t bytes);
 
-  void trace(OnPass on_pass, OnSaved on_saved);
+  void trace(OnTrace on_trace, OnSaved on_saved);
+  void on_pass(std::function<void()> ended);
   void set_plan(std::shared_ptr<const EvictionPlan> plan);
 
   BudgetStatistics statistics() const;
@@ -118,7 +119,8 @@ class Tape final : public plane::op::Handler {
   std::shared_ptr<const EvictionPlan> next_plan_;
   bool following_ = false;
 
-  OnPass on_pass_;
+  OnTrace on_trace_;
+  std::function<void()> on_pass_;
   OnSaved on_saved_;
   std::unique_ptr<Tracer> tracer_;
 };
