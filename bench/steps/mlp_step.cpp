@@ -44,8 +44,8 @@ struct Training {
 
 }  // namespace
 
-Step make_mlp_step(const StepOptions& options) {
-  return [training = std::make_shared<Training>(options)] { return training->run(); };
+Program make_mlp_step(const StepOptions& options) {
+  return {.step = [training = std::make_shared<Training>(options)] { return training->run(); }};
 }
 
 }  // namespace gradus::bench

@@ -82,9 +82,10 @@ def main() -> int:
         if line != "step\n":
             print(f"[bench] requests are 'step'; got {line!r}", file=sys.stderr)
             return 1
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         loss = step()
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), flush=True)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss}), flush=True)
     return 0
 
 
