@@ -23,13 +23,20 @@ class TapeHooks final : public plane::saved::Hooks {
   std::optional<Packed> pack(const Value& value) override {
     const std::shared_ptr<Content> content = tape_->find(value);
     if (content == nullptr) return std::nullopt;
+    if (tape_->leaves(*content)) {
+      tape_->leave();
+      const std::shared_ptr<void> lease(nullptr, [tape = tape_](void*) { tape->end_left(); });
+      return Packed{.payload = {value.tensor},
+                    .restore = [lease](std::vector<at::Tensor> payload) { return payload[0]; },
+                    .as_saved = true};
+    }
     tape_->save(content, value.maker);
     // Ends when autograd drops the saved tensor, with the last copy of the function below.
     const std::shared_ptr<void> lease(nullptr,
                                       [tape = tape_, content](void*) { tape->release(content); });
-    return Packed{{}, [tape = tape_, content, shape = Tape::shape_of(value.tensor), lease](auto) {
-                    return tape->get(content, shape);
-                  }};
+    return Packed{.payload = {},
+                  .restore = [tape = tape_, content, shape = Tape::shape_of(value.tensor),
+                              lease](auto) { return tape->get(content, shape); }};
   }
 
  private:

@@ -1,9 +1,11 @@
 // Passes written down by MemoryBudget::trace(), and budgets that follow a plan.
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -130,6 +132,7 @@ TEST_F(PlannedBudgetTest, ATraceSaysWhatWasMadeAndWhenItIsWanted) {
     // tanh saves its result, and sin its argument, which is the same; sin's result is saved by
     // nobody: the next tanh saves its own.
     EXPECT_EQ(call.saved, i % 2 == 0);
+    EXPECT_EQ(call.saved_bytes, call.saved ? kBytes : 0);
     if (call.saved) {
       EXPECT_THAT(call.saved_by, ElementsAre("aten::tanh", "aten::sin"));
       EXPECT_EQ(call.reads.size(), 2);
@@ -145,6 +148,17 @@ TEST_F(PlannedBudgetTest, ATraceSaysWhatWasMadeAndWhenItIsWanted) {
   EXPECT_GT(trace.calls[0].reads.front(), trace.calls[4].reads.back());
   EXPECT_GT(trace.seconds, trace.recording_seconds);
   EXPECT_EQ(trace.replay_seconds, 0.0);
+}
+
+TEST_F(PlannedBudgetTest, ATraceTellsResultsThatAreSavedFromThoseThatAreNot) {
+  torch::nn::GroupNorm norm(torch::nn::GroupNormOptions(4, kSide));
+  const StepTrace trace = trace_of([&] { norm(leaf_ * 2).relu().sum().backward(); });
+  const auto call = std::ranges::find(trace.calls, "aten::native_group_norm", &TracedCall::op);
+  ASSERT_NE(call, trace.calls.end());
+  EXPECT_TRUE(call->saved);
+  const std::int64_t statistics = kSide * 4 * 4;  // of each example and group
+  EXPECT_EQ(call->saved_bytes, 2 * statistics);
+  EXPECT_EQ(call->bytes, kBytes + 2 * statistics);
 }
 
 TEST_F(PlannedBudgetTest, ATraceAccountsForAllMemory) {
@@ -205,6 +219,21 @@ TEST_F(PlannedBudgetTest, DropsWhatThePlanSaysAndKeepsTheRest) {
     EXPECT_EQ(after.planned_passes, i);
   }
   EXPECT_EQ(budget.statistics().strayed_passes, 0);
+}
+
+TEST_F(PlannedBudgetTest, WhatATraceIsGivenToIsNoPartOfAnyPass) {
+  MemoryBudget budget({});
+  std::vector<StepTrace> traces;
+  budget.trace([&](const StepTrace& trace) {
+    traces.push_back(trace);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  });
+  for (int i = 0; i < 4; ++i) chain(3);
+  ASSERT_EQ(traces.size(), 3);
+  for (const StepTrace& trace : traces) {
+    EXPECT_LT(trace.seconds, 0.3);
+    EXPECT_LT(trace.recording_seconds, trace.seconds);
+  }
 }
 
 TEST_F(PlannedBudgetTest, APassThatStraysGoesOnWithoutThePlan) {

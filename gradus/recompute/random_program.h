@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
 
 namespace gradus::recompute {
 
@@ -23,9 +23,9 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 inline std::vector<at::Tensor> random_program(unsigned seed) {
   std::mt19937 random(seed);
   const auto pick = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
-  torch::manual_seed(seed);
-  auto leaf = torch::randn({32, 32}).requires_grad_();
-  auto weight = torch::randn({32, 32}).requires_grad_();
+  at::manual_seed(seed);
+  auto leaf = at::randn({32, 32}).requires_grad_();
+  auto weight = at::randn({32, 32}).requires_grad_();
   std::vector<at::Tensor> pool{leaf * 1, at::mm(leaf, weight)};
   for (int i = 0; i < 60; ++i) {
     const at::Tensor a = pool[pick(pool.size())], b = pool[pick(pool.size())];
@@ -84,7 +84,7 @@ inline std::vector<at::Tensor> random_program(unsigned seed) {
       pool[pick(pool.size())] = c;
     }
   }
-  at::Tensor loss = torch::zeros({});
+  at::Tensor loss = at::zeros({});
   for (const auto& t : pool) loss = loss + t.pow(2).mean();
   pool.clear();
   loss.backward();

@@ -20,6 +20,8 @@ struct TracedCall {
 
   std::int64_t held_until = 0;        ///< Last moment at which the program itself holds a result.
   bool saved = false;                 ///< Autograd keeps a result.
+  std::int64_t saved_bytes = 0;       ///< Of the results that it keeps: the statistics of a
+                                      ///< normalisation, say, and not its output.
   std::vector<std::int64_t> reads;    ///< Moments at which backward asks for one, ascending.
   std::int64_t released_after = -1;   ///< Last moment at which autograd keeps one; -1 if never.
   std::vector<std::string> saved_by;  ///< The operators that saved it, "" for other purposes.

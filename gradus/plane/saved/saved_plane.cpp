@@ -50,8 +50,8 @@ Kept keep(const std::vector<std::shared_ptr<Hooks>>& hooks, std::size_t first, V
     Kept kept;
     kept.restore = std::move(packed->restore);
     for (at::Tensor& part : packed->payload) {
-      kept.parts.push_back(
-          keep(hooks, i + 1, {std::move(part), value.maker, /*saved_by_maker=*/false}));
+      kept.parts.push_back(keep(
+          hooks, i + 1, {std::move(part), value.maker, packed->as_saved && value.saved_by_maker}));
     }
     return kept;
   }

@@ -38,10 +38,12 @@ struct Value {
 /// What is kept of a saved tensor.
 struct Packed {
   /// Tensors to keep; they pass through the hooks of later orders.
-  std::vector<at::Tensor> payload;
+  std::vector<at::Tensor> payload{};
   /// Gives the saved tensor back from the payload: same shape and dtype, same device. May be called
   /// several times (retain_graph), from any thread, under the thread state of the backward pass.
-  std::function<at::Tensor(std::vector<at::Tensor> payload)> restore;
+  std::function<at::Tensor(std::vector<at::Tensor> payload)> restore = nullptr;
+  /// The payload is what the maker saved, passed on as it is: later hooks see it as saved by it.
+  bool as_saved = false;
 };
 
 /// Decides what autograd keeps while its Guard lives. pack() runs without gradient recording.

@@ -189,7 +189,8 @@ void Tape::count_moment(bool backward) {
   backward_end_ = Clock::now();
 }
 
-void Tape::begin_pass(Tracer::Clock::time_point start) {
+// @p since: how long ago its first call began.
+void Tape::begin_pass(Tracer::Clock::duration since) {
   OnTrace report;
   std::function<void()> ended;
   StepTrace trace;
@@ -224,7 +225,7 @@ void Tape::begin_pass(Tracer::Clock::time_point start) {
   recording_s_ = 0.0;
   evicting_s_ = 0.0;
   replay_s_at_start_ = statistics_.replay_seconds;
-  pass_start_ = backward_end_ = start;
+  pass_start_ = backward_end_ = Clock::now() - since;
 }
 
 void Tape::trace(OnTrace on_trace, OnSaved on_saved) {
@@ -320,9 +321,11 @@ void Tape::record(Call& call) {
   const auto records = [](const c10::IValue& result) {
     return result.isTensor() && result.toTensor().defined() && result.toTensor().requires_grad();
   };
+  double reporting_s = 0.0;  // is no part of any pass
   if (over_ && recipe->grad_mode && std::ranges::any_of(call.results(), records)) {
-    begin_pass(entered);
+    begin_pass(Clock::now() - entered);
     recipe->call = calls_++;
+    reporting_s = seconds_since(end);
   }
   const std::lock_guard lock(mutex_);
   recipe->seconds = seconds_between(start, end) - (evicting_s_ - evicting_before);
@@ -372,7 +375,7 @@ void Tape::record(Call& call) {
     follow(*recipe, made_bytes);
     if (tracer_ != nullptr) tracer_->call(*recipe, moment_, new_bytes);
   }
-  recording_s_ += seconds_between(entered, start) + seconds_since(end);
+  recording_s_ += seconds_between(entered, start) + seconds_since(end) - reporting_s;
 }
 
 // Forgets contents that the program dropped; whatever still needs one holds it.
@@ -402,11 +405,15 @@ std::shared_ptr<Content> Tape::find(const plane::saved::Value& value) {
     const std::lock_guard lock(mutex_);
     content = content_of(value.tensor, false);
     if (content == nullptr || !replayable(*content)) return nullptr;
-    if (disposition_of(*content) == Disposition::leave) return nullptr;
     if (tracer_ != nullptr && content->call >= 0) on_saved = on_saved_;
   }
   if (on_saved != nullptr) on_saved(value, content->call);
   return content;
+}
+
+bool Tape::leaves(const Content& content) const {
+  const std::lock_guard lock(mutex_);
+  return disposition_of(content) == Disposition::leave;
 }
 
 void Tape::save(const std::shared_ptr<Content>& content, std::string_view maker) {
@@ -424,11 +431,28 @@ void Tape::save(const std::shared_ptr<Content>& content, std::string_view maker)
 
 void Tape::release(const std::shared_ptr<Content>& content) {
   const std::lock_guard lock(mutex_);
-  if (tracer_ != nullptr && content->call >= 0) tracer_->released(*content, moment_);
+  // Autograd lets go between calls: the last moment it was there is over.
+  if (tracer_ != nullptr && content->call >= 0) tracer_->released(*content, moment_ - 1);
   if (--content->saved == 0) {
+    if (tracer_ != nullptr) tracer_->before_change();
     if (content->pins == 0) content->storage = c10::Storage();
     content->away = nullptr;
+    if (tracer_ != nullptr) tracer_->after_change();
   }
+  end_saved();
+}
+
+void Tape::leave() {
+  const std::lock_guard lock(mutex_);
+  ++saved_;
+}
+
+void Tape::end_left() {
+  const std::lock_guard lock(mutex_);
+  end_saved();
+}
+
+void Tape::end_saved() {
   if (--saved_ > 0) return;
   // The end of a step: state that outlives it must not keep what it was computed from.
   purge();
@@ -683,7 +707,8 @@ std::int64_t Tape::drop_cheapest(std::vector<Candidate> candidates, std::int64_t
 std::int64_t Tape::evict(std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto start = Clock::now();
-  if (tracer_ != nullptr) tracer_->before_change();
+  // In a replay, what it made so far is in no count yet; materialise() leaves all of it out.
+  if (tracer_ != nullptr && restoring == 0) tracer_->before_change();
   std::int64_t freed = following_ ? evict_planned(bytes) : 0;
   if (freed < bytes) {
     const bool purged = purge();

@@ -35,12 +35,17 @@ class Tape final : public plane::op::Handler {
 
   void call(plane::op::Call& call) override;
 
-  /// The content of a tensor that autograd saves, if the tape can make it again and its plan does
-  /// not leave it to others; else null.
+  /// The content of a tensor that autograd saves, if the tape can make it again; else null.
   std::shared_ptr<Content> find(const plane::saved::Value& value);
   /// Says that a place of autograd stands for @p content from now on, or no longer.
   void save(const std::shared_ptr<Content>& content, std::string_view maker);
   void release(const std::shared_ptr<Content>& content);
+  /// Whether the plan leaves @p content to the hooks behind.
+  bool leaves(const Content& content) const;
+  /// Says that autograd saves a content that is left to others, and that it does no longer: the
+  /// pass is not over before.
+  void leave();
+  void end_left();
   /// The tensor over @p content, made again if need be.
   at::Tensor get(const std::shared_ptr<Content>& content, const Shape& shape);
 
@@ -59,13 +64,14 @@ class Tape final : public plane::op::Handler {
   std::shared_ptr<Content> content_of(const at::Tensor& tensor, bool outside_too);
   void record(plane::op::Call& call);
   void count_moment(bool backward);
-  void begin_pass(Tracer::Clock::time_point start);
+  void begin_pass(Tracer::Clock::duration since);
   void follow(const Recipe& recipe, std::int64_t made_bytes);
   Argument argument_of(const c10::IValue& value);
   c10::Storage materialise(const std::shared_ptr<Content>& content);
   bool ready(const std::shared_ptr<Content>& content);
   void run(Recipe& recipe);
   bool purge();
+  void end_saved();
   bool prepare_change(const at::Tensor& tensor, bool only_changes);
   bool replayable(const Content& content) const { return content.maker != nullptr; }
 

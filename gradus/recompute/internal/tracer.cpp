@@ -90,6 +90,7 @@ void Tracer::end_moment(std::int64_t moment, bool backward) {
 void Tracer::saved(const Content& content, std::string_view maker) {
   TracedCall& call = trace_.calls[static_cast<std::size_t>(content.call)];
   call.saved = true;
+  if (content.saved == 1) call.saved_bytes += content.bytes;  // else it was counted
   call.saved_by.emplace_back(maker);
 }
 
