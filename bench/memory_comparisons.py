@@ -74,6 +74,8 @@ class Row:
     theirs: list[float]
     absolute: list[float]  # Our time over theirs.
     fault: str = ""
+    predicted_ratio: float | None = None  # Over plain, by our plan; none where there is no plan.
+    predicted_peak: int | None = None
 
     @property
     def ratios(self) -> list[float]:
@@ -136,13 +138,15 @@ def run_row(
         live.check_quiet(programs)
         times = live.take_turns(programs, rounds)
         live.check_quiet(programs)
-        peak = programs[0].ask("peak")["peak"]
+        answer = programs[0].ask("peak")
+        peak = answer["peak"]
         fault = live.losses_part(programs, TOLERANCE)
     if peak > budget:
         fault = f"peak of {peak} bytes is above the budget of {budget}"
     return Row(
         model, name, budget, best.name, peak,
         [a / b for a, b, _, _ in times], [c / d for _, _, c, d in times], [a / c for a, _, c, _ in times], fault,
+        answer.get("predicted_ratio"), answer.get("predicted_peak"),
     )  # fmt: skip
 
 
@@ -166,12 +170,16 @@ def describe(row: Row, seed: int) -> tuple[dict, float, float, float]:
     """The row's line, said and as an object, with its ratio and interval."""
     median, low, high = live.median_interval(row.ratios, seed)
     mine, other, absolute = (statistics.median(values) for values in (row.ours, row.theirs, row.absolute))
+    predicted = "no plan"
+    if row.predicted_ratio is not None and row.predicted_peak is not None:
+        predicted = f"predicted {row.predicted_ratio:.3f}, {row.predicted_peak / MIB:.1f}"
     say(
         f"{row.model:12s} {row.budget_of:26s} {row.budget / MIB:7.1f} MiB: ours {mine:.3f} of plain "
-        f"(peak {row.peak / MIB:.1f}), theirs {other:.3f} ({row.mode}); ratio {median:.3f} [{low:.3f}, {high:.3f}], "
+        f"(peak {row.peak / MIB:.1f}; {predicted}), theirs {other:.3f} ({row.mode}); ratio {median:.3f} [{low:.3f}, {high:.3f}], "
         f"absolute {absolute:.3f}" + (f"; NOT VALID: {row.fault}" if row.fault else "")
     )
     entry = {"model": row.model, "budget_of": row.budget_of, "budget": row.budget, "peak": row.peak, "mode": row.mode}
+    entry |= {"predicted_ratio": row.predicted_ratio, "predicted_peak": row.predicted_peak}
     entry |= {"ours": round(mine, 4), "theirs": round(other, 4), "absolute": round(absolute, 4)}
     entry |= {"ratio": None if row.fault else round(median, 4), "low": round(low, 4), "high": round(high, 4)}
     return entry, median, low, high

@@ -16,9 +16,10 @@
 #include <gradus/optim/clip.h>
 #include <gradus/optim/schedule.h>
 #include <gradus/optim/sgd.h>
+#include <gradus/plan/planned_budget.h>
 #include <gradus/recompute/checkpoint.h>
 #include <gradus/recompute/memory_budget.h>
 
 namespace gradus {
-using recompute::MemoryBudget;
+using MemoryBudget = plan::PlannedBudget;
 }  // namespace gradus

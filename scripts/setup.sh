@@ -54,7 +54,7 @@ done
 
 packages=(
   bible-kjv ca-certificates ccache coinor-libcbc-dev libbenchmark-dev libcli11-dev libgmock-dev libgtest-dev libsentencepiece-dev
-  libtomlplusplus-dev liburing-dev make nlohmann-json3-dev)
+  libtomlplusplus-dev liburing-dev make nlohmann-json3-dev zlib1g-dev)
 data_packages=(
   dataset-fashion-mnist libreoffice-help-de libreoffice-help-en-us libsword-utils linux-doc-6.1 python3.11-doc
   sword-text-kjv sword-text-sparv sword-text-web)

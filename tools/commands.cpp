@@ -25,8 +25,11 @@
 #include <gradus/base/error.h>
 #include <gradus/data/token_file.h>
 #include <gradus/distributed/comm/spawn.h>
+#include <gradus/report/plan_page.h>
+#include <gradus/state/atomic_file.h>
 #include <gradus/train/config.h>
 #include <gradus/train/device.h>
+#include <gradus/train/explain.h>
 #include <gradus/train/generate.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/trainer.h>
@@ -151,6 +154,47 @@ int run_training(const TrainArguments& arguments) {
   std::cout << "interrupted at step " << outcome.steps << "; continue with: gradus train --resume "
             << arguments.config.train.out << '\n';
   return 128 + stop_signal();
+}
+
+// --- plan
+
+struct PlanArguments {
+  std::string config_path;
+  std::string html_path;
+  std::string json_path;
+  FlagValues flags;
+  TrainConfig config;
+};
+
+void prepare_plan(PlanArguments& arguments) {
+  if (!arguments.config_path.empty()) arguments.config = train::load_config(arguments.config_path);
+  apply_flags(arguments.config, arguments.flags);
+  train::validate(arguments.config);
+  train::find_device(arguments.config.train.device);
+  GRADUS_CHECK("gradus", !arguments.config.memory.limit.empty(),
+               "a memory limit is required to plan for; give --memory, such as --memory 600MiB");
+  GRADUS_CHECK("gradus", arguments.config.memory.plan == "auto",
+               "--plan must be auto to be planned; got '", arguments.config.memory.plan, "'");
+}
+
+int run_plan(const PlanArguments& arguments) {
+  catch_stop_signals();
+  const train::PlanExplanation explanation =
+      train::explain_plan(arguments.config, {.out = std::cout,
+                                             .terminal = report::inspect_terminal(STDOUT_FILENO),
+                                             .should_stop = [] { return stop_signal() != 0; },
+                                             .date = local_time("%Y-%m-%d %H:%M")});
+  std::cout << explanation.text;
+  if (!arguments.html_path.empty()) {
+    report::write_plan_page(arguments.html_path, explanation.page);
+    std::cout << "\npage      " << arguments.html_path << '\n';
+  }
+  if (!arguments.json_path.empty()) {
+    state::write_file_atomically(arguments.json_path, explanation.json);
+    std::cout << (arguments.html_path.empty() ? "\n" : "") << "json      " << arguments.json_path
+              << '\n';
+  }
+  return 0;
 }
 
 // --- eval and sample
@@ -299,6 +343,21 @@ void add_commands(CLI::App& app, Command& chosen) {
   train_command.callback([=, &chosen] {
     chosen.prepare = [=] { prepare_training(*train_arguments); };
     chosen.run = [=] { return run_training(*train_arguments); };
+  });
+
+  CLI::App& plan_command = *app.add_subcommand(
+      "plan", "Show how a configuration would be trained inside a memory limit, and why so");
+  const auto plan_arguments = std::make_shared<PlanArguments>();
+  plan_command.add_option("config", plan_arguments->config_path, "Configuration (TOML)");
+  plan_command.add_option("--html", plan_arguments->html_path,
+                          "Write a page with the memory timeline to this file");
+  plan_command.add_option("--json", plan_arguments->json_path,
+                          "Write the plans to this file, for programs");
+  add_key_flags(plan_command, plan_arguments->flags,
+                {"model", "data", "train", "optimizer", "memory"});
+  plan_command.callback([=, &chosen] {
+    chosen.prepare = [=] { prepare_plan(*plan_arguments); };
+    chosen.run = [=] { return run_plan(*plan_arguments); };
   });
 
   const auto add_run_command = [&](const char* name, const char* help,

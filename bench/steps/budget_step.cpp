@@ -16,23 +16,23 @@
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/optim/sgd.h>
-#include <gradus/recompute/memory_budget.h>
+#include <gradus/plan/planned_budget.h>
 
 namespace gradus::bench {
 
 namespace {
 
 /// Keeps the steps of one process within a limit for as long as it lives.
-std::unique_ptr<recompute::MemoryBudget> make_budget(const StepOptions& options) {
-  recompute::MemoryBudgetOptions budget;
+std::unique_ptr<plan::PlannedBudget> make_budget(const StepOptions& options) {
+  plan::PlannedBudgetOptions budget;
   budget.limit_bytes = options.bytes;
-  return std::make_unique<recompute::MemoryBudget>(budget);
+  return std::make_unique<plan::PlannedBudget>(budget);
 }
 
 struct Training {
   MemoryModel model;
   optim::SGD optimizer;
-  std::unique_ptr<recompute::MemoryBudget> budget;
+  std::unique_ptr<plan::PlannedBudget> budget;
 
   explicit Training(const StepOptions& options)
       : model(make_memory_model(options.model,
@@ -73,6 +73,13 @@ struct Training {
       const recompute::BudgetStatistics did = budget->statistics();
       answer << ", \"recorded\": " << did.recorded << ", \"evicted\": " << did.evicted
              << ", \"replayed\": " << did.replayed << ", \"replay_s\": " << did.replay_seconds;
+      if (const auto plan = budget->plan()) {
+        answer << ", \"predicted_peak\": " << plan->predicted_peak_bytes
+               << ", \"predicted_ratio\": " << plan->predicted_ratio
+               << ", \"least\": " << plan->least_bytes << ", \"method\": \"" << plan->method << '"';
+      } else {
+        answer << ", \"method\": \"online\"";
+      }
     }
     answer << "}";
     return answer.str();

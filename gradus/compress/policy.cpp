@@ -7,7 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/grad_mode.h>
+
 #include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>
 #include <gradus/compress/gist.h>
 #include <gradus/compress/internal/dense.h>
@@ -241,13 +244,8 @@ class Compressor final : public plane::saved::Hooks {
         quantiser_(quantised_bits(options_.lossy).value_or(8), options_.rounding) {}
 
   std::optional<Packed> pack(const Value& value) override {
-    const at::Tensor& tensor = value.tensor;
-    const auto bytes = tensor.defined() && tensor.has_storage()
-                           ? static_cast<std::int64_t>(tensor.nbytes())
-                           : std::int64_t{0};
-    if (!readable(tensor) || bytes == 0 || bytes < options_.min_bytes ||
-        origins_->outside(tensor) || !base::tensor_name(tensor).empty() ||
-        (options_.keep && options_.keep(value))) {
+    const std::int64_t bytes = plain_bytes(value.tensor);
+    if (!eligible(value.tensor, bytes) || (options_.keep && options_.keep(value))) {
       counts_->left(bytes);
       return std::nullopt;
     }
@@ -264,28 +262,77 @@ class Compressor final : public plane::saved::Hooks {
     return timed(std::move(*encoded));
   }
 
+  std::optional<Probe> probe(const Value& value) const {
+    if (!eligible(value.tensor, plain_bytes(value.tensor))) return std::nullopt;
+    const base::ArenaScope host(base::Arena::host);
+    const Need need = need_for(value);
+    Quantiser quantiser(quantiser_.bits());  // leaves the guard's numbers alone
+    const double start_s = options_.clock();
+    std::optional<Encoded> encoded = encode(value.tensor, need, lossy(value), quantiser);
+    const double encoded_s = options_.clock();
+    if (!encoded) return std::nullopt;
+    Probe probe;
+    probe.method = encoded->method;
+    probe.bytes = bytes_of(encoded->packed.payload);
+    probe.encode_s = encoded_s - start_s;
+    probe.by_layout = need != Need::values && need != Need::positions;
+    encoded->packed.restore(std::move(encoded->packed.payload));
+    probe.restore_s = options_.clock() - encoded_s;
+    return probe;
+  }
+
   const std::shared_ptr<Origins>& origins() const { return origins_; }
   CompressStatistics statistics() const { return counts_->read(); }
   RoundingState rounding() const { return quantiser_.state(); }
 
  private:
+  static std::int64_t plain_bytes(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.has_storage() ? static_cast<std::int64_t>(tensor.nbytes())
+                                                    : std::int64_t{0};
+  }
+
+  bool eligible(const at::Tensor& tensor, std::int64_t bytes) const {
+    return readable(tensor) && bytes > 0 && bytes >= options_.min_bytes &&
+           !origins_->outside(tensor) && base::tensor_name(tensor).empty();
+  }
+
+  static Need need_for(const Value& value) {
+    return value.saved_by_maker ? need_of(value.maker, value.tensor) : Need::values;
+  }
+
   std::optional<Encoded> choose(const Value& value, bool& shared) {
     const at::Tensor& tensor = value.tensor;
-    const Need need = value.saved_by_maker ? need_of(value.maker, tensor) : Need::values;
-    if (need == Need::shape) return encoded(Method::shape, keep_shape(tensor));
-    if (need == Need::positions) return encoded(Method::positions, narrow_integers(tensor));
+    const Need need = need_for(value);
+    const bool loses = lossy(value);
+    if (need == Need::shape || need == Need::positions)
+      return encode(tensor, need, loses, quantiser_);
     using Use = Shared::Use;
-    Use use = lossy(value) ? Use::lossy : Use::exact;
+    Use use = loses ? Use::lossy : Use::exact;
     if (need == Need::positive) use = Use::positive;
     if (need == Need::positive_or_nan) use = Use::positive_or_nan;
     if (std::optional<Encoded> known = shared_.find(tensor, use)) {
       shared = true;
       return known;
     }
-    std::optional<Encoded> result = need == Need::values ? encode_values(tensor, use == Use::lossy)
-                                                         : encode_signs(tensor, need);
+    std::optional<Encoded> result = encode(tensor, need, loses, quantiser_);
     if (result) shared_.add(tensor, use, *result);
     return result;
+  }
+
+  std::optional<Encoded> encode(const at::Tensor& tensor, Need need, bool lossy,
+                                Quantiser& quantiser) const {
+    switch (need) {
+      case Need::shape:
+        return encoded(Method::shape, keep_shape(tensor));
+      case Need::positions:
+        return encoded(Method::positions, narrow_integers(tensor));
+      case Need::positive:
+      case Need::positive_or_nan:
+        return encoded(Method::binarize, binarize(tensor, need));
+      case Need::values:
+        break;
+    }
+    return encode_values(tensor, lossy, quantiser);
   }
 
   bool lossy(const Value& value) const {
@@ -294,43 +341,41 @@ class Compressor final : public plane::saved::Hooks {
            (options_.may_lose ? options_.may_lose(value) : lossy_by_default(value));
   }
 
-  static std::optional<Encoded> encode_signs(const at::Tensor& tensor, Need need) {
-    return encoded(Method::binarize, binarize(tensor, need));
-  }
-
-  std::optional<Encoded> encode_values(const at::Tensor& tensor, bool lossy) {
+  std::optional<Encoded> encode_values(const at::Tensor& tensor, bool lossy,
+                                       Quantiser& quantiser) const {
     if (auto result = encoded(Method::two_valued, pack_two_valued(tensor))) return result;
     const auto plain_bits = 8.0 * static_cast<double>(tensor.element_size());
     if (lossy && bits_a_value(options_.lossy) < plain_bits) {
-      return encode_lossily(tensor, plain_bits);
+      return encode_lossily(tensor, plain_bits, quantiser);
     }
     return encoded(Method::sparse, pack_sparse(tensor, options_.max_ratio));
   }
 
   // Sparse where a bit for each value and the lossy form of the others are fewer bits than the
   // lossy form of all of them.
-  std::optional<Encoded> encode_lossily(const at::Tensor& tensor, double plain_bits) {
+  std::optional<Encoded> encode_lossily(const at::Tensor& tensor, double plain_bits,
+                                        Quantiser& quantiser) const {
     const double bits = bits_a_value(options_.lossy);
     const double max_density = options_.max_ratio - 1.0 / bits;
     if (max_density > 0) {
       std::optional<Packed> sparse = pack_sparse(tensor, max_density + 1.0 / plain_bits);
-      if (sparse) return with_lossy_values(std::move(*sparse));
+      if (sparse) return with_lossy_values(std::move(*sparse), quantiser);
     }
-    std::optional<Encoded> result = lose(tensor);
+    std::optional<Encoded> result = lose(tensor, quantiser);
     // Infinities and the like: exact or not at all.
     if (!result) return encoded(Method::sparse, pack_sparse(tensor, options_.max_ratio));
     return result;
   }
 
-  std::optional<Encoded> lose(const at::Tensor& tensor) {
+  std::optional<Encoded> lose(const at::Tensor& tensor, Quantiser& quantiser) const {
     if (const auto precision = precision_of(options_.lossy)) {
       return encoded(Method::reduced, reduce_precision(tensor, *precision));
     }
-    return encoded(Method::quantised, quantiser_.pack(tensor));
+    return encoded(Method::quantised, quantiser.pack(tensor));
   }
 
-  std::optional<Encoded> with_lossy_values(Packed sparse) {
-    std::optional<Encoded> inner = lose(sparse.payload.at(1));
+  std::optional<Encoded> with_lossy_values(Packed sparse, Quantiser& quantiser) const {
+    std::optional<Encoded> inner = lose(sparse.payload.at(1), quantiser);
     if (!inner) return Encoded{Method::sparse, std::move(sparse)};
     Packed packed;
     packed.payload = std::move(inner->packed.payload);
@@ -421,6 +466,10 @@ CompressGuard& CompressGuard::operator=(CompressGuard&& other) noexcept {
   return *this;
 }
 
+std::optional<Probe> CompressGuard::probe(const plane::saved::Value& value) const {
+  const at::NoGradGuard no_grad;
+  return compressor_->probe(value);
+}
 CompressStatistics CompressGuard::statistics() const { return compressor_->statistics(); }
 RoundingState CompressGuard::rounding() const { return compressor_->rounding(); }
 

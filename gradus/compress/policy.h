@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include <ATen/core/Tensor.h>
@@ -92,6 +93,17 @@ struct CompressStatistics {
   MethodStatistics total() const;
 };
 
+/// What a CompressGuard would make of one saved tensor, as measured.
+struct Probe {
+  Method method = Method::shape;
+  std::int64_t bytes = 0;  ///< Of what would be kept.
+  double encode_s = 0.0;
+  double restore_s = 0.0;
+  /// True if method and bytes do not depend on the values: they hold for every tensor of the same
+  /// maker, dtype, sizes and strides.
+  bool by_layout = false;
+};
+
 namespace internal {
 class Compressor;
 }
@@ -114,6 +126,12 @@ class [[nodiscard]] CompressGuard {
   CompressGuard(CompressGuard&&) noexcept;
   CompressGuard& operator=(CompressGuard&&) noexcept;
   CompressGuard(const CompressGuard&) = delete;
+
+  /// What the guard would make of @p value if `keep` let it; nullopt if it would leave it alone.
+  /// Encodes it and gives it back once, in the host arena, and keeps neither. Takes no part in
+  /// statistics() and rounding(). Each value on its own: what several operators save is encoded
+  /// once by the guard, where they need the same of it.
+  std::optional<Probe> probe(const plane::saved::Value& value) const;
 
   CompressStatistics statistics() const;
   /// For CompressOptions::rounding of a run that goes on from here with the same numbers.

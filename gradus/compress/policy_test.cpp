@@ -688,6 +688,52 @@ TEST_F(PolicyTest, ThreadsCompressOnTheirOwnAndBackwardRunsOnAny) {
   for (const auto& result : results) EXPECT_EQ(result, "");
 }
 
+TEST_F(PolicyTest, AProbeTellsWhatTheGuardThenDoesAndLeavesNoTrace) {
+  base::MemoryTracker& memory = base::MemoryTracker::install();
+  for (const Lossy lossy : {Lossy::none, Lossy::int8, Lossy::fp8}) {
+    SCOPED_TRACE(static_cast<int>(lossy));
+    const CompressGuard* probing = nullptr;
+    std::array<MethodStatistics, kMethodCount> told{};
+    std::int64_t asked = 0, same_layout = 0;
+    CompressOptions options{.allow_lossy = true, .lossy = lossy};
+    options.keep = [&](const Value& value) {
+      ++asked;
+      memory.reset_peak();
+      const auto before = memory.live();
+      const RoundingState state = probing->rounding();
+      const std::optional<Probe> probe = probing->probe(value);
+      EXPECT_EQ(memory.peak().total(), before.total());  // of the device arena
+      EXPECT_TRUE(probing->rounding() == state);
+      if (!probe) return false;
+      EXPECT_GE(probe->encode_s, 0.0);
+      EXPECT_GE(probe->restore_s, 0.0);
+      same_layout += probe->by_layout ? 1 : 0;
+      MethodStatistics& method = told[static_cast<std::size_t>(probe->method)];
+      ++method.tensors;
+      method.bytes_after += probe->bytes;
+      return false;
+    };
+    const CompressGuard guard(options);
+    probing = &guard;
+    Module net = vgg();
+    const auto x = torch::randn({2, 3, 32, 32});
+    const at::Tensor loss = net->forward(x).sum();
+    const CompressStatistics statistics = guard.statistics();
+    EXPECT_GT(asked, 0);
+    EXPECT_EQ(same_layout,
+              statistics[Method::shape].tensors + statistics[Method::binarize].tensors);
+    for (std::size_t m = 0; m < kMethodCount; ++m) {
+      SCOPED_TRACE(kMethodNames[m]);
+      EXPECT_EQ(told[m].tensors, statistics.methods[m].tensors);
+      if (statistics.methods[m].shared == 0)
+        EXPECT_EQ(told[m].bytes_after, statistics.methods[m].bytes_after);
+      EXPECT_EQ(statistics.methods[m].restores, 0);
+    }
+    EXPECT_FALSE(guard.probe({x, "aten::relu", true}));  // from outside
+    EXPECT_FALSE(guard.probe({}));
+  }
+}
+
 TEST_F(PolicyTest, StatisticsCountBytesAndTheClocksSeconds) {
   auto now = std::make_shared<double>(0);
   auto options = lossless();

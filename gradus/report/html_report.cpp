@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
 #include <functional>
 #include <string_view>
 
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
 #include <gradus/report/internal/chart.h>
-#include <gradus/report/internal/report_assets.h>
+#include <gradus/report/internal/page.h>
 #include <gradus/report/internal/series.h>
 #include <gradus/report/internal/text.h>
 #include <gradus/state/atomic_file.h>
@@ -21,18 +20,16 @@ namespace {
 using base::format_bytes;
 using base::join;
 using internal::escape_html;
+using internal::fixed;
 using internal::group_digits;
+using internal::key_list;
 using internal::Point;
+using internal::section;
 using internal::significant;
+using internal::tile;
 
 constexpr std::array<const char*, base::kMemoryCategoryCount> kCategoryColors{
     "blue", "aqua", "yellow", "violet", "orange", "gray"};
-
-std::string fixed(double value, int decimals) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%.*f", decimals, value);
-  return text.data();
-}
 
 double ratio(std::int64_t part, std::int64_t whole) {
   return static_cast<double>(part) / static_cast<double>(whole);
@@ -112,11 +109,6 @@ const Point* last_finite(const std::vector<Point>& points) {
   return nullptr;
 }
 
-std::string tile(const std::string& label, const std::string& value, const std::string& detail) {
-  return "<div class=\"tile\"><span>" + escape_html(label) + "</span><b>" + escape_html(value) +
-         "</b><span>" + escape_html(detail) + "</span></div>";
-}
-
 std::string loss_change(const Findings& found) {
   return fixed(first_finite(found.loss)->y, 3) + " \xE2\x86\x92 " +
          fixed(last_finite(found.smooth_loss)->y, 3);
@@ -151,10 +143,6 @@ std::string tiles(const ReportData& data, const Findings& found) {
                      internal::short_count(static_cast<double>(found.tokens)) + " tokens");
   }
   return html.empty() ? "" : "<div class=\"tiles\">" + html + "</div>\n";
-}
-
-std::string section(const std::string& title, const std::string& content) {
-  return "<section><h2>" + escape_html(title) + "</h2>" + content + "</section>\n";
 }
 
 std::string summary(const ReportData& data, const Findings& found) {
@@ -343,17 +331,6 @@ std::string breakdown_table(const ReportData& data, const Findings& found) {
           "</td><td class=\"number\">100.0%</td><td class=\"share\"></td></tr></tfoot></table>");
 }
 
-std::string key_list(const char* title,
-                     const std::vector<std::pair<std::string, std::string>>& entries) {
-  if (entries.empty()) return "";
-  std::string rows;
-  for (const auto& [key, value] : entries) {
-    rows +=
-        "<div><span>" + escape_html(key) + "</span><span>" + escape_html(value) + "</span></div>";
-  }
-  return section(title, "<div class=\"keys\">" + rows + "</div>");
-}
-
 std::string sample(const ReportData& data) {
   if (data.sample_text.empty()) return "";
   return section(
@@ -366,16 +343,9 @@ std::string sample(const ReportData& data) {
 }
 
 std::string header(const ReportData& data) {
-  std::string html = "<header><h1>" + escape_html(data.title) + "</h1>";
-  if (!data.status.empty()) {
-    html += "<span class=\"badge" +
-            std::string(data.status.starts_with("finished") ? "" : " warn") + "\">" +
-            escape_html(data.status) + "</span>";
-  }
   std::string line = data.model;
   if (!data.created.empty()) line += (line.empty() ? "" : " \xC2\xB7 ") + data.created;
-  if (!line.empty()) html += "<p>" + escape_html(line) + "</p>";
-  return html + "</header>\n";
+  return internal::page_header(data.title, data.status, data.status.starts_with("finished"), line);
 }
 
 }  // namespace
@@ -386,15 +356,7 @@ std::string html_report(const ReportData& data) {
     return "<div class=\"pair\">" + left + right + "</div>\n";
   };
   using internal::AxisKind;
-  std::string html =
-      "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
-      // Nothing may be loaded, whatever the texts below hold.
-      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
-      "'unsafe-inline'; "
-      "script-src 'unsafe-inline'\">"
-      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>" +
-      escape_html(data.title) + "</title><style>" + internal::kReportStyle +
-      "</style></head><body><main>\n";
+  std::string html;
   html += header(data);
   html += tiles(data, found);
   html += summary(data, found);
@@ -412,11 +374,7 @@ std::string html_report(const ReportData& data) {
   html += sample(data);
   html += key_list("Configuration", data.configuration);
   html += key_list("Environment", data.environment);
-  html +=
-      "<footer>Written by gradus. This file is complete in itself: it loads "
-      "nothing.</footer></main><script>" +
-      std::string(internal::kReportScript) + "</script></body></html>\n";
-  return html;
+  return internal::page(data.title, html);
 }
 
 void write_html_report(const std::filesystem::path& path, const ReportData& data) {

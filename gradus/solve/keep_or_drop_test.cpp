@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <gradus/base/error.h>
+#include <gradus/solve/internal/keep_program.h>
 
 namespace gradus::solve {
 namespace {
@@ -182,6 +183,34 @@ TEST(KeepOrDropTest, ReportsAGapWhenTheTimeRunsOut) {
   EXPECT_NE(plan.bound_name, KeepBound::none);
   EXPECT_LE(plan.bound_ms, plan.recompute_ms);
   EXPECT_LE(plan.peak_bytes, plain_peak(graph) * 6 / 10);
+}
+
+// Cgl's preprocessing crashed where the time ran out in its midst and a start was given: one of
+// some ten limits in this range met that.
+TEST(KeepOrDropTest, ProgramsWithAStartMayBeStoppedAtAnyTime) {
+  std::mt19937_64 random(5);
+  for (const std::int64_t count : {40, 60, 60}) {
+    SCOPED_TRACE(count);
+    const ValueGraph graph = random_graph(random, count);
+    const std::int64_t budget = plain_peak(graph) * 6 / 10;
+    const KeepPlan start =
+        choose_kept(graph, {.budget_bytes = budget, .time_limit_s = 0.1, .max_program_terms = 0});
+    ASSERT_TRUE(start.feasible);
+    const auto program = internal::KeepProgram::build(
+        graph, internal::KeepProgram::Objective::least_time, budget, true, std::nullopt);
+    double best = start.recompute_ms, bound = 0.0;
+    for (double limit_s = 2e-3; limit_s < 0.06; limit_s *= 1.08) {
+      const LinearSolution solution =
+          program->solve({.time_limit_s = limit_s, .start = program->assignment(start.keep)});
+      EXPECT_TRUE(solution.status == LinearStatus::feasible ||
+                  solution.status == LinearStatus::optimal ||
+                  solution.status == LinearStatus::no_solution)
+          << to_string(solution.status) << " after " << limit_s << " s";
+      bound = std::max(bound, solution.bound);
+      if (solution.has_values()) best = std::min(best, solution.objective);
+    }
+    EXPECT_LE(bound, best + 1e-6);
+  }
 }
 
 TEST(KeepOrDropTest, RefusesInvalidGraphs) {

@@ -218,6 +218,9 @@ LinearSolution LinearProgram::solve_integer(const LinearOptions& options) const 
   Cbc_setParameter(model, "ratioGap", std::to_string(options.relative_gap).c_str());
   // Cbc's own 1e-10 stops it early where the objective counts bytes; 0 keeps it exact.
   Cbc_setParameter(model, "allowableGap", "0");
+  // Cgl's preprocessing, stopped by the time limit between two passes, leaves passes without a
+  // model, and undoing them reads a null pointer (docs/solve.md).
+  Cbc_setParameter(model, "preprocess", "off");
   std::vector<int> places;
   std::vector<double> start;
   for (const Assignment& assignment : options.start) {
@@ -244,6 +247,13 @@ LinearSolution LinearProgram::solve_integer(const LinearOptions& options) const 
       if (variables_[i].integer) solution.values[i] = std::round(solution.values[i]);
     solution.status = Cbc_isProvenOptimal(model) ? LinearStatus::optimal : LinearStatus::feasible;
     solution.objective = Cbc_getObjValue(model);
+    // Without preprocessing Cbc may leave its bound at the root's when the search is over.
+    if (solution.status == LinearStatus::optimal && options.relative_gap < 1.0) {
+      const double least = 1.0 - options.relative_gap;
+      solution.bound =
+          std::max(solution.bound, solution.objective >= 0.0 ? solution.objective * least
+                                                             : solution.objective / least);
+    }
     solution.bound = std::min(solution.bound, solution.objective);
   }
   return solution;

@@ -122,7 +122,7 @@ TEST(LinearProgramTest, ReportsInfeasibleAndUnboundedPrograms) {
 
 TEST(LinearProgramTest, StopsAtItsTimeLimitWithABound) {
   std::mt19937_64 random(2);
-  const LinearProgram program = knapsacks(random, 120, 12);
+  const LinearProgram program = knapsacks(random, 300, 30);
   const auto start = std::chrono::steady_clock::now();
   const LinearSolution solution = program.solve({.time_limit_s = 0.5});
   EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 3.0);

@@ -1,5 +1,7 @@
 #include <gradus/train/memory_attribution.h>
 
+#include <unordered_set>
+
 #include <torch/nn/module.h>
 
 #include <gradus/base/memory_tracker.h>
@@ -22,7 +24,37 @@ class MarkActivations final : public plane::saved::Hooks {
   }
 };
 
+// Looks at what autograd saves and leaves it to the hooks of later orders.
+class MarkBeforeBudget final : public plane::saved::Hooks {
+ public:
+  explicit MarkBeforeBudget(const torch::nn::Module& module) {
+    for (const at::Tensor& parameter : module.parameters()) note(parameter);
+    for (const at::Tensor& buffer : module.buffers()) note(buffer);
+  }
+  bool reads_data() const override { return false; }
+  std::optional<plane::saved::Packed> pack(const plane::saved::Value& value) override {
+    const at::Tensor& tensor = value.tensor;
+    // Token ids are inputs; the rest that autograd saves is of the model, or was computed.
+    if (tensor.has_storage() && tensor.scalar_type() != at::kLong &&
+        !model_.contains(tensor.storage().unsafeGetStorageImpl())) {
+      tracker_.attribute(tensor, MemoryCategory::activations);
+    }
+    return std::nullopt;
+  }
+
+ private:
+  void note(const at::Tensor& tensor) {
+    if (tensor.has_storage()) model_.insert(tensor.storage().unsafeGetStorageImpl());
+  }
+  base::MemoryTracker& tracker_ = base::MemoryTracker::install();
+  std::unordered_set<const c10::StorageImpl*> model_;
+};
+
 }  // namespace
+
+BudgetAttribution::BudgetAttribution(const torch::nn::Module& module)
+    : activations_(plane::saved::push(plane::saved::Order::checkpoint,
+                                      std::make_shared<MarkBeforeBudget>(module))) {}
 
 MemoryAttribution::MemoryAttribution(const torch::nn::Module& module) {
   base::MemoryTracker& tracker = base::MemoryTracker::install();

@@ -28,4 +28,15 @@ class MemoryAttribution {
   plane::saved::Guard activations_;
 };
 
+/// The same for what autograd saves under a recompute::MemoryBudget, which takes saved tensors
+/// before MemoryAttribution sees them: what is saved counts as activations until it is freed,
+/// dropped or not. Values made again count as workspace.
+class BudgetAttribution {
+ public:
+  explicit BudgetAttribution(const torch::nn::Module& module);
+
+ private:
+  plane::saved::Guard activations_;
+};
+
 }  // namespace gradus::train

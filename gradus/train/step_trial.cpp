@@ -1,28 +1,82 @@
 #include <gradus/train/step_trial.h>
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/rng.h>
 #include <gradus/optim/clip.h>
+#include <gradus/plane/op/op_plane.h>
+#include <gradus/recompute/memory_budget.h>
 #include <gradus/train/language_model.h>
 
 namespace gradus::train {
 namespace {
 
-// Enough for every allocation of a step, so that points of two trials match one to one.
-constexpr std::size_t kTimelinePoints = std::size_t{1} << 20;
+// Notes the peak of each moment of a pass, counted as a StepTrace counts them: operator calls from
+// the first whose result needs a gradient. Copies that a budget makes to run an in-place operator
+// again are no calls of the program; like what is run again itself, they count to the next one.
+class MomentPeaks final : public plane::op::Handler {
+ public:
+  void call(plane::op::Call& call) override {
+    const bool counts = call.frame() == plane::op::Frame::autograd;
+    call.proceed();
+    if (!counts || makes_raw_bytes(call)) return;
+    begun_ = begun_ || std::ranges::any_of(call.results(), [](const c10::IValue& result) {
+               return result.isTensor() && result.toTensor().defined() &&
+                      result.toTensor().requires_grad();
+             });
+    if (begun_) bytes_.push_back(tracker_.peak().total());
+    tracker_.reset_peak();
+  }
+  std::vector<std::int64_t> take() {
+    begun_ = false;
+    return std::exchange(bytes_, {});
+  }
+
+ private:
+  // Storages are copied as bytes, which no model computes with.
+  static bool makes_raw_bytes(const plane::op::Call& call) {
+    return !call.results().empty() &&
+           std::ranges::all_of(call.results(), [](const c10::IValue& result) {
+             return result.isTensor() && result.toTensor().defined() &&
+                    result.toTensor().scalar_type() == at::kByte && result.toTensor().dim() == 1;
+           });
+  }
+  base::MemoryTracker& tracker_ = base::MemoryTracker::install();
+  bool begun_ = false;
+  std::vector<std::int64_t> bytes_;
+};
+
+// A budget tells of a pass as the next one begins: this is one.
+void begin_another_pass() {
+  const at::AutoGradMode grad(true);
+  at::zeros({1}).requires_grad_().tanh().backward();
+}
+
+// Leaves out what follows the backward pass: the next batch is fetched, which is not of the pass.
+void end_with_backward(recompute::StepTrace& trace) {
+  while (!trace.moments.empty() && !trace.moments.back().backward) trace.moments.pop_back();
+  const std::int64_t last = static_cast<std::int64_t>(trace.moments.size()) - 1;
+  for (recompute::TracedCall& call : trace.calls) {
+    call.held_until = std::min(call.held_until, last);
+    call.released_after = std::min(call.released_after, last);
+  }
+}
 
 }  // namespace
 
 StepTrials::StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
-                       base::Clock clock)
+                       std::int64_t limit_bytes, base::Clock clock)
     : gpt_(std::move(gpt)),
       batch_(std::move(batch)),
       probe_(std::move(probe)),
+      limit_bytes_(limit_bytes),
       clock_(std::move(clock)) {
   const base::ArenaScope host(base::Arena::host);
   for (const at::Tensor& parameter : gpt_->parameters())
@@ -36,8 +90,7 @@ StepTrials::~StepTrials() {
   for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].copy_(weights_[i]);
 }
 
-void StepTrials::micro_batch(accumulate::GradientWindow& window, std::int64_t size,
-                             std::int64_t recomputed) {
+void StepTrials::micro_batch(accumulate::GradientWindow& window, std::int64_t size) {
   const at::Device device = gpt_->parameters().front().device();
   const auto take = [&](const at::Tensor& all) {
     const base::MemoryCategoryScope inputs(base::MemoryCategory::inputs);
@@ -45,7 +98,7 @@ void StepTrials::micro_batch(accumulate::GradientWindow& window, std::int64_t si
     return all.repeat({(size + all.size(0) - 1) / all.size(0), 1}).narrow(0, 0, size).to(device);
   };
   const at::Tensor inputs = take(batch_.inputs), targets = take(batch_.targets);
-  window.backward(language_model_loss(*gpt_, inputs, targets, recomputed),
+  window.backward(language_model_loss(*gpt_, inputs, targets, 0),
                   static_cast<double>(inputs.numel()));
 }
 
@@ -55,46 +108,107 @@ void StepTrials::optimizer_step() {
   probe_->step();
 }
 
-std::optional<Trial> StepTrials::run(std::int64_t size, std::int64_t recomputed,
-                                     bool accumulating) {
+// The optimizer's state is made, kernels are compiled and caches filled at first use: not part of a
+// step.
+void StepTrials::warm_up(accumulate::GradientWindow& window, std::int64_t limit_bytes) {
+  if (ready_) return;
+  {
+    const recompute::MemoryBudget budget({.limit_bytes = limit_bytes});
+    micro_batch(window, 1);
+  }
+  optimizer_step();
+  window.reset();
+  ready_ = true;
+}
+
+// The passes of a step, each run again without being watched for its time: two times, since other
+// programs on the machine make a trial slower, never faster.
+Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest& request,
+                         std::int64_t limit_bytes) {
   base::MemoryTracker& tracker = base::MemoryTracker::install();
+  std::optional<recompute::MemoryBudget> budget;
+  if (request.budget) budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes});
+  const auto begin = [&](bool later) {
+    if (!later) window.reset();
+    if (budget) {
+      budget->set_plan(request.plans == nullptr ? nullptr
+                                                : request.plans->find(request.size, later));
+    }
+    tracker.reset_peak();
+  };
+  Trial trial;
+  if (request.accumulating) trial.later.emplace();
+  const std::vector<MeasuredPass*> passes =
+      trial.later ? std::vector<MeasuredPass*>{&trial.first, &*trial.later}
+                  : std::vector<MeasuredPass*>{&trial.first};
+
+  // Watched: traced under a budget, and moment by moment if asked for.
+  std::vector<recompute::StepTrace> traces;
+  std::vector<std::int64_t> strayed{0};
+  if (budget) {
+    budget->trace([&](const recompute::StepTrace& trace) {
+      traces.push_back(trace);
+      strayed.push_back(budget->statistics().strayed_passes);
+    });
+  }
+  const auto peaks = std::make_shared<MomentPeaks>();
+  for (MeasuredPass* pass : passes) {
+    begin(pass != &trial.first);
+    std::optional<plane::op::Guard> watch;
+    if (request.moments) watch.emplace(plane::op::push(plane::op::Order::profile, peaks));
+    micro_batch(window, request.size);
+    pass->moment_bytes = peaks->take();
+    pass->peak_bytes = tracker.peak().total();
+    for (const std::int64_t bytes : pass->moment_bytes)
+      pass->peak_bytes = std::max(pass->peak_bytes, bytes);
+  }
+  if (budget) {
+    begin_another_pass();
+    budget->trace(nullptr);
+  }
+
+  for (MeasuredPass* pass : passes) {
+    for (int i = 0; i < 2; ++i) {
+      begin(pass != &trial.first);
+      const double start = clock_();
+      micro_batch(window, request.size);
+      const double seconds = clock_() - start;
+      pass->seconds = i == 0 ? seconds : std::min(pass->seconds, seconds);
+      pass->peak_bytes = std::max(pass->peak_bytes, tracker.peak().total());
+    }
+  }
+  for (std::size_t i = 0; budget && i < passes.size(); ++i) {
+    MeasuredPass& pass = *passes[i];
+    pass.trace = std::move(traces.at(i));
+    end_with_backward(pass.trace);
+    // Watching is not of the pass either.
+    pass.trace.seconds =
+        std::min(pass.trace.seconds, std::max(0.0, pass.seconds - pass.trace.replay_seconds));
+    pass.trace.recording_seconds = std::min(pass.trace.recording_seconds, pass.trace.seconds);
+    pass.strayed = strayed[i + 1] > strayed[i];
+    // Behind the pass the program fetches the next batch.
+    if (pass.moment_bytes.size() > pass.trace.moments.size())
+      pass.moment_bytes.resize(pass.trace.moments.size());
+  }
+  return trial;
+}
+
+std::optional<Trial> StepTrials::run(const TrialRequest& request) {
+  base::MemoryTracker& tracker = base::MemoryTracker::install();
+  const std::int64_t limit_bytes = request.limit_bytes.value_or(limit_bytes_);
+  const base::MemoryLimit limit({.device_bytes = limit_bytes});
   const base::RngGuard rng;
   try {
     accumulate::GradientWindow window(
         gpt_->parameters(),
-        {.micro_batches = 3, .normalisation = accumulate::Normalisation::tokens});
-    if (!ready_) {
-      // The optimizer's state is made, kernels are compiled and caches filled at first use: not
-      // part of a step.
-      micro_batch(window, 1, recomputed);
-      optimizer_step();
-      window.reset();
-      ready_ = true;
-    }
-    const auto timed = [&](base::MemoryTimeline& timeline) {
-      tracker.start_timeline(kTimelinePoints);
-      const double start = clock_();
-      try {
-        micro_batch(window, size, recomputed);
-      } catch (...) {
-        tracker.stop_timeline();
-        throw;
-      }
-      const double seconds = clock_() - start;
-      timeline = tracker.stop_timeline();
-      return seconds;
-    };
-    Trial trial;
-    trial.seconds = timed(trial.first);
-    if (accumulating) {
-      // The least of three: other programs on the machine make a trial slower, never faster.
-      trial.seconds = std::min(trial.seconds, timed(trial.second));
-      base::MemoryTimeline third;
-      trial.seconds = std::min(trial.seconds, timed(third));
-    }
+        {.micro_batches = 4, .normalisation = accumulate::Normalisation::tokens});
+    warm_up(window, limit_bytes);
+    Trial trial = passes(window, request, limit_bytes);
     window.finish();
     tracker.reset_peak();
+    const double start = clock_();
     optimizer_step();
+    trial.optimizer_seconds = clock_() - start;
     trial.optimizer_peak_bytes = tracker.peak().total();
     probe_->zero_grad();
     return trial;

@@ -10,13 +10,13 @@
 #include <gradus/data/batches.h>
 #include <gradus/models/gpt.h>
 #include <gradus/optim/optimizer.h>
-#include <gradus/train/plan.h>
+#include <gradus/train/plan_choice.h>
 
 namespace gradus::train {
 
 /// Measures steps without training: forward, backward and an optimizer step at learning rate 0, on
-/// real data, under whatever memory limit is on. Weights and random state stay as they are, bit for
-/// bit.
+/// real data, under whatever memory limit is on, plain or under a memory budget. Weights and random
+/// state stay as they are, bit for bit.
 ///
 /// Holds an optimizer's worth of state while it lives, as a training step would: end it before the
 /// real optimizer makes its own.
@@ -28,20 +28,25 @@ class StepTrials {
   ///
   /// @param batch  Sequences to take micro-batches from; repeated if a larger one is asked for.
   /// @param probe  An optimizer over all of @p gpt's parameters, at learning rate 0, without state.
+  /// @param limit_bytes  The memory limit that is on; 0: none.
   StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
-             base::Clock clock);
+             std::int64_t limit_bytes, base::Clock clock);
   ~StepTrials();
 
   /// As a TrialRunner does.
-  std::optional<Trial> run(std::int64_t size, std::int64_t recomputed, bool accumulating);
+  std::optional<Trial> run(const TrialRequest& request);
 
  private:
-  void micro_batch(accumulate::GradientWindow& window, std::int64_t size, std::int64_t recomputed);
+  void micro_batch(accumulate::GradientWindow& window, std::int64_t size);
+  void warm_up(accumulate::GradientWindow& window, std::int64_t limit_bytes);
+  Trial passes(accumulate::GradientWindow& window, const TrialRequest& request,
+               std::int64_t limit_bytes);
   void optimizer_step();
 
   models::Gpt gpt_;
   data::Batch batch_;
   std::unique_ptr<optim::Optimizer> probe_;
+  const std::int64_t limit_bytes_;
   base::Clock clock_;
   std::vector<at::Tensor> weights_;  // copies, in host memory
   bool ready_ = false;

@@ -20,17 +20,18 @@
 #include <gradus/base/names.h>
 #include <gradus/base/rng.h>
 #include <gradus/base/step_boundary.h>
-#include <gradus/data/token_file.h>
 #include <gradus/optim/clip.h>
 #include <gradus/optim/schedule.h>
+#include <gradus/recompute/memory_budget.h>
 #include <gradus/state/atomic_file.h>
 #include <gradus/train/device.h>
 #include <gradus/train/generate.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
+#include <gradus/train/planning.h>
+#include <gradus/train/run_data.h>
 #include <gradus/train/run_lock.h>
 #include <gradus/train/run_log.h>
-#include <gradus/train/step_trial.h>
 #include <gradus/train/training_state.h>
 
 namespace gradus::train {
@@ -38,34 +39,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using base::MemoryCategory;
-
-// The data of a run: tokens divided, and a stream over each part.
-struct RunData {
-  data::PreparedTokens prepared;
-  data::BatchStream training;
-  std::optional<data::BatchStream> validation;
-};
-
-RunData make_data(const TrainConfig& config) {
-  data::PreparedTokens prepared = data::prepare_tokens(
-      config.data.corpus,
-      {.kind = config.data.tokenizer, .vocabulary_size = config.data.vocabulary},
-      config.data.cache);
-  const auto split = data::split_tokens(prepared.tokens->size(),
-                                        {.validation_ratio = config.data.validation_ratio});
-  data::BatchStream training(prepared.tokens, split.train,
-                             {.batch_size = config.train.batch,
-                              .sequence_length = config.model.context,
-                              .seed = static_cast<std::uint64_t>(config.train.seed)});
-  std::optional<data::BatchStream> validation;
-  if (!split.validation.empty()) {
-    validation.emplace(prepared.tokens, split.validation,
-                       data::BatchOptions{.batch_size = config.train.batch,
-                                          .sequence_length = config.model.context,
-                                          .shuffle = false});
-  }
-  return {std::move(prepared), std::move(training), std::move(validation)};
-}
 
 // All that a plan depends on.
 std::string plan_inputs(const TrainConfig& config, std::int64_t vocabulary) {
@@ -84,6 +57,7 @@ class Run {
  private:
   void open_directory();
   void make_plan();
+  PlanChoice choose(std::optional<Plan> only);
   void start_log();
   bool step();  // false if it was interrupted
   // What a step is abandoned to.
@@ -122,6 +96,7 @@ class Run {
   optim::Schedule schedule_;
   std::optional<RunLog> log_;
   RunState state_;
+  PassPlans passes_;  // if state_.plan.budget
   std::string saved_path_;
   std::int64_t saved_step_ = -1;
   std::vector<double> recent_losses_;
@@ -225,8 +200,12 @@ void Run::make_plan() {
   const PlanRequest request =
       parse_plan_request(config_.memory.plan, config_.train.batch, segments);
   const std::string inputs = plan_inputs(config_, data_->prepared.tokenizer->vocabulary_size());
-  if (resumed_ && state_.plan_inputs == inputs)
-    return;  // the same plan, or the run would not continue bit for bit
+  if (resumed_ && state_.plan_inputs == inputs) {
+    // The same micro-batches, or the run would not continue bit for bit; what they drop changes no
+    // number.
+    if (state_.plan.budget) passes_ = choose(state_.plan).passes;
+    return;
+  }
   if (resumed_) {
     environment_.out << "note: what the plan was made for changed since the state was saved; a new "
                         "plan may round "
@@ -245,23 +224,20 @@ void Run::make_plan() {
     state_.plan_reason = "no memory limit: plain training";
     return;
   }
-  environment_.out << "measuring a step to fit " << base::format_bytes(limit_bytes_) << " ..."
-                   << std::endl;
-  const data::DataPosition position = data_->training.position();
-  StepTrials trials(gpt_, data_->training.next(), make_optimizer(config_.optimizer, *gpt_, 0.0),
-                    environment_.clock);
-  data_->training.seek(position);
-  const PlanChoice choice =
-      choose_plan(config_.train.batch, segments, limit_bytes_,
-                  [&](std::int64_t size, std::int64_t recomputed, bool accumulating) {
-                    if (environment_.should_stop()) {
-                      throw UserError("[train] interrupted while planning; nothing was trained");
-                    }
-                    return trials.run(size, recomputed, accumulating);
-                  });
+  const PlanChoice choice = choose(std::nullopt);
   state_.plan = choice.plan;
   state_.plan_reason = choice.reason;
   state_.plain_peak_bytes = choice.plain_peak_bytes;
+  passes_ = choice.passes;
+}
+
+PlanChoice Run::choose(std::optional<Plan> only) {
+  environment_.out << (only ? "planning what the saved plan drops to fit "
+                            : "measuring a step to fit ")
+                   << base::format_bytes(limit_bytes_) << " ..." << std::endl;
+  return plan_training(config_, gpt_, data_->training,
+                       {.batch = config_.train.batch, .limit_bytes = limit_bytes_, .only = only},
+                       environment_);
 }
 
 void Run::start_log() {
@@ -291,7 +267,7 @@ void Run::start_log() {
   report.microbatch_size = state_.plan.largest(config_.train.batch);
   report.microbatches_per_step = state_.plan.micro_batches;
   report.recomputed_segments = state_.plan.recomputed;
-  report.segments = model.layers;
+  report.segments = state_.plan.budget ? 0 : model.layers;  // whose choice it is not
   report.limit_bytes = limit_bytes_;
   report.plain_peak_bytes = state_.plain_peak_bytes;
   report.plain_source = "predicted from measured steps of two and three sequences";
@@ -354,9 +330,16 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
   const std::vector<std::int64_t> sizes = state_.plan.sizes(batch.size());
   const auto count = static_cast<std::int64_t>(sizes.size());
   std::int64_t begin = 0;
+  std::optional<recompute::MemoryBudget> budget;
+  std::optional<BudgetAttribution> attribution;
+  if (state_.plan.budget) {
+    budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes_});
+    attribution.emplace(*gpt_);
+  }
   for (std::int64_t i = 0; i < count; ++i) {
     if (timeline) begin_phase(i, count);
     const std::int64_t size = sizes[static_cast<std::size_t>(i)];
+    if (budget) budget->set_plan(passes_.find(size, i > 0));
     const at::Tensor inputs = batch.inputs.narrow(0, begin, size).to(device_);
     const at::Tensor targets = batch.targets.narrow(0, begin, size).to(device_);
     begin += size;
@@ -364,6 +347,8 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
                       static_cast<double>(inputs.numel()));
     if (environment_.should_stop()) return std::nullopt;
   }
+  attribution.reset();
+  budget.reset();
   if (timeline) begin_phase(count, count);
   return window_->finish();
 }

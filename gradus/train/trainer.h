@@ -20,7 +20,7 @@ struct TrainerEnvironment {
   report::TerminalTraits terminal;  ///< What @ref out is.
   base::Clock clock = base::monotonic_clock();
   std::function<bool()> should_stop = [] { return false; };  ///< Asked after every micro-batch.
-  std::string date;  ///< Shown in the report: "2026-11-29 19:30".
+  std::string date{};  ///< Shown in the report: "2026-11-29 19:30".
 };
 
 struct TrainOutcome {

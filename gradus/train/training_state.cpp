@@ -41,6 +41,7 @@ json to_json(const RunState& run) {
           {"peak_bytes", run.peak_bytes},
           {"micro_batches", run.plan.micro_batches},
           {"recomputed", run.plan.recomputed},
+          {"budget", run.plan.budget},
           {"plan_inputs", run.plan_inputs},
           {"corpus_hash", run.corpus_hash},
           {"tokenizer_hash", run.tokenizer_hash},
@@ -59,6 +60,7 @@ RunState from_json(const json& j) {
   run.peak_bytes = j.at("peak_bytes").get<std::int64_t>();
   run.plan.micro_batches = j.at("micro_batches").get<std::int64_t>();
   run.plan.recomputed = j.at("recomputed").get<std::int64_t>();
+  run.plan.budget = j.value("budget", false);  // older states have none
   run.plan_inputs = j.at("plan_inputs").get<std::string>();
   run.corpus_hash = j.at("corpus_hash").get<std::uint64_t>();
   run.tokenizer_hash = j.at("tokenizer_hash").get<std::uint64_t>();

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -5,13 +7,17 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/optim/adamw.h>
+#include <gradus/plan/simulate.h>
 #include <gradus/report/metrics.h>
+#include <gradus/state/content_hash.h>
+#include <gradus/train/explain.h>
 #include <gradus/train/generate.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
@@ -162,10 +168,110 @@ TEST_F(TrainingTest, WithDropoutRecomputationIsBitEqualAtTheSameMicroBatch) {
   EXPECT_EQ(losses(metrics(plain)), losses(metrics(recomputed)));
 }
 
-TEST_F(TrainingTest, RefusesALimitBelowTheLeastPossible) {
+TEST_F(TrainingTest, AnAutomaticPlanWithDropoutIsBitEqualToPlainTrainingOfItsMicroBatch) {
+  TrainConfig automatic = tiny("automatic");
+  automatic.model.layers = 6;
+  TrainConfig plain = automatic;
+  plain.train.out = (directory / "plain").string();
+  const TrainOutcome unlimited = run(plain);
+  automatic.memory.limit = std::to_string(unlimited.peak_bytes * 2 / 5);
+  const TrainOutcome outcome = run(automatic);
+  EXPECT_TRUE(outcome.plan.budget || outcome.plan.micro_batches > 1);
+  plain.train.out = (directory / "same").string();
+  plain.memory.plan = "micro-batch=" + std::to_string(outcome.plan.largest(8)) + ",recompute=0";
+  run(plain);
+  EXPECT_EQ(losses(metrics(automatic)), losses(metrics(plain)));
+}
+
+TEST_F(TrainingTest, ARunUnderABudgetStopsInAStepAndResumesBitForBit) {
+  TrainConfig config = tiny("limited");
+  TrainConfig plain = config;
+  plain.train.out = (directory / "plain").string();
+  const std::int64_t limit = run(plain).peak_bytes * 3 / 10;
+  config.memory.limit = std::to_string(limit);
+  std::ostringstream out;
+  // Planning asks too; from the fourth step on, the third question stops the run.
+  int asked = 0;
+  const TrainOutcome stopped =
+      train(config, false, {.out = out, .terminal = {}, .should_stop = [&] {
+                              const fs::path file = fs::path(config.train.out) / "metrics.jsonl";
+                              return fs::exists(file) && report::read_metrics(file).size() >= 3 &&
+                                     ++asked >= 3;
+                            }});
+  EXPECT_TRUE(stopped.interrupted);
+  ASSERT_TRUE(stopped.plan.budget || stopped.plan.micro_batches > 1);
+  const TrainOutcome resumed = run(config, true);
+  EXPECT_EQ(resumed.plan, stopped.plan);
+  EXPECT_EQ(resumed.steps, 8);
+  EXPECT_LE(resumed.peak_bytes, limit);
+  plain.train.out = (directory / "same").string();
+  plain.memory.plan = "micro-batch=" + std::to_string(resumed.plan.largest(8)) + ",recompute=0";
+  run(plain);
+  EXPECT_EQ(losses(metrics(config)), losses(metrics(plain)));
+}
+
+TEST_F(TrainingTest, RefusesALimitBelowTheLeastPossibleAndTheNumberItNamesIsEnough) {
   TrainConfig config = tiny("run");
   config.memory.limit = "700KiB";
-  EXPECT_THROW(run(config), UserError);
+  std::string message;
+  try {
+    run(config);
+  } catch (const UserError& error) {
+    message = error.what();
+  }
+  const std::size_t at = message.find("at least ");
+  ASSERT_NE(at, std::string::npos) << message;
+  config.memory.limit = std::to_string(std::atoll(message.substr(at + 9).c_str()));
+  EXPECT_EQ(run(config).steps, 8);
+  EXPECT_LE(metrics(config).back().peak_bytes, base::parse_bytes(config.memory.limit));
+}
+
+TEST_F(TrainingTest, AnExplanationHoldsThePlansTheirNumbersAndTheTimelineAndTrainsNothing) {
+  TrainConfig config = tiny("run");
+  const std::int64_t plain = run(config).peak_bytes;
+  config.train.out = (directory / "none").string();
+  config.memory.limit = std::to_string(plain * 2 / 5);
+  std::ostringstream out;
+  const PlanExplanation explained = explain_plan(config, {.out = out, .terminal = {}});
+  EXPECT_FALSE(fs::exists(config.train.out));
+  EXPECT_EQ(out.str(), "");
+  const PlanChoice& choice = explained.choice;
+  EXPECT_LE(choice.trial_peak_bytes, plain * 2 / 5);
+  EXPECT_NEAR(static_cast<double>(choice.plain_peak_bytes), static_cast<double>(plain),
+              0.03 * static_cast<double>(plain));
+  EXPECT_NEAR(static_cast<double>(choice.predicted_peak_bytes),
+              static_cast<double>(choice.trial_peak_bytes),
+              0.03 * static_cast<double>(choice.trial_peak_bytes));
+  EXPECT_THAT(explained.text, testing::HasSubstr(describe_plan(choice.plan, 8, 3)));
+  EXPECT_THAT(explained.text, testing::HasSubstr(choice.reason));
+  EXPECT_EQ(explained.page.planned_bytes.size(), explained.page.measured_bytes.size());
+  std::int64_t worst = 0;
+  for (std::size_t i = 0; i < explained.page.planned_bytes.size(); ++i)
+    worst = std::max(worst,
+                     std::abs(explained.page.planned_bytes[i] - explained.page.measured_bytes[i]));
+  EXPECT_LE(worst, plain / 5) << "the timelines are of one pass, moment by moment";
+  const auto json = nlohmann::json::parse(explained.json);
+  EXPECT_EQ(json.at("candidates").size(), choice.candidates.size());
+  EXPECT_EQ(json.at("timeline").at("planned").size(), explained.page.planned_bytes.size());
+  config.memory.limit = "";
+  EXPECT_THROW(explain_plan(config, {.out = out, .terminal = {}}), UserError);
+}
+
+TEST_F(TrainingTest, AStateOfBeforeBudgetsHasNone) {
+  TrainConfig config = tiny("run");
+  config.train.steps = 4;
+  run(config);
+  const fs::path file = fs::path(config.train.out) / "states" / "step-000000004" / "state.json";
+  auto json = nlohmann::json::parse(std::ifstream(file));
+  ASSERT_FALSE(json.at("run").at("budget").get<bool>());
+  json.at("run").erase("budget");
+  json.erase("self");
+  json["self"] = state::hash_text(state::content_hash(json.dump()));
+  std::ofstream(file) << json.dump(2) << '\n';
+  const FoundState found = find_training_state(config.train.out);
+  ASSERT_TRUE(found.newest.has_value());
+  EXPECT_EQ(found.newest->run.step, 4);
+  EXPECT_FALSE(found.newest->run.plan.budget);
 }
 
 TEST_F(TrainingTest, ANonFiniteLossStopsTheRunBeforeItSpoilsTheWeights) {
@@ -256,14 +362,27 @@ TEST_F(TrainingTest, TrialsLeaveWeightsGradientsAndRandomStateAsTheyWere) {
   {
     const auto ids =
         torch::randint(256, {2, 32}, at::make_generator<at::CPUGeneratorImpl>(1), at::kLong);
-    StepTrials trials(gpt, {ids, ids}, make_optimizer(config.optimizer, *gpt, 0.0),
+    StepTrials trials(gpt, {ids, ids}, make_optimizer(config.optimizer, *gpt, 0.0), 0,
                       base::monotonic_clock());
-    const auto trial = trials.run(3, 1, true);
-    ASSERT_TRUE(trial.has_value());
-    EXPECT_GT(trial->peak_bytes(), 0);
-    const base::MemoryLimit limit(
-        {.device_bytes = base::MemoryTracker::install().live().total() + 1000});
-    EXPECT_FALSE(trials.run(3, 1, true).has_value());
+    const auto plain = trials.run({.size = 3, .accumulating = true});
+    ASSERT_TRUE(plain.has_value());
+    EXPECT_GT(plain->peak_bytes(), 0);
+    const auto traced = trials.run({.size = 3, .accumulating = true, .budget = true});
+    ASSERT_TRUE(traced.has_value());
+    // A budget that drops nothing needs what a plain pass needs, and its trace says so.
+    EXPECT_NEAR(static_cast<double>(traced->peak_bytes()), static_cast<double>(plain->peak_bytes()),
+                0.01 * static_cast<double>(plain->peak_bytes()));
+    for (const MeasuredPass* pass : {&traced->first, &*traced->later}) {
+      EXPECT_NEAR(static_cast<double>(plan::simulate(pass->trace, {}, 0).peak_bytes),
+                  static_cast<double>(pass->peak_bytes),
+                  0.01 * static_cast<double>(pass->peak_bytes));
+    }
+    const std::int64_t little = base::MemoryTracker::install().live().total() + 1000;
+    for (const bool budget : {false, true}) {
+      EXPECT_FALSE(
+          trials.run({.size = 3, .accumulating = true, .budget = budget, .limit_bytes = little})
+              .has_value());
+    }
   }
   EXPECT_TRUE(torch::rand({3}).equal(expected));
   for (std::size_t i = 0; i < weights.size(); ++i) {

@@ -85,6 +85,10 @@ TEST_F(CommandLineTest, BadInputIsNamedInOneLineWithExitCodeTwo) {
       {{"train", "--resume", path("nowhere")}, 2, {"'" + path("nowhere") + "'"}},
       {{"train", "--resume", path("empty")}, 2, {path("empty")}},
       {{"train", config(""), "--resume", path("empty")}, 2, {"not both"}},
+      {{"plan"}, 2, {"memory limit is required", "--memory"}},
+      {{"plan", "--memory", "5MiB", "--plan", "none"}, 2, {"must be auto", "'none'"}},
+      {{"plan", "--memory", "5MiB", "--html"}, 2, {"--html"}},
+      {{"plan", path("nowhere.toml"), "--memory", "5MiB"}, 2, {"'" + path("nowhere.toml") + "'"}},
       {{"eval"}, 2, {"run is required"}},
       {{"sample", path("empty")}, 2, {path("empty")}},
       {{"launch", "-n", "2"}, 2, {"command is required"}},
@@ -308,7 +312,7 @@ std::vector<std::string> flags_of_help(const std::string& command) {
 
 TEST_F(CommandLineTest, TheFlagsAreTheFrozenOnes) {
   std::vector<std::string> flags;
-  for (const char* command : {"", "train", "eval", "sample", "info", "launch"}) {
+  for (const char* command : {"", "train", "plan", "eval", "sample", "info", "launch"}) {
     for (std::string& flag : flags_of_help(command)) flags.push_back(std::move(flag));
   }
   std::vector<std::string> frozen;
@@ -332,7 +336,8 @@ TEST_F(CommandLineTest, TheFlagsAreTheFrozenOnes) {
   for (const std::string& line : lines(help.substr(begin + 13))) {
     if (line.starts_with("  ")) subcommands.insert(line.substr(2, line.find(' ', 2) - 2));
   }
-  EXPECT_THAT(subcommands, testing::ElementsAre("eval", "info", "launch", "sample", "train"));
+  EXPECT_THAT(subcommands,
+              testing::ElementsAre("eval", "info", "launch", "plan", "sample", "train"));
 }
 
 }  // namespace

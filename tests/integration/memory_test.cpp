@@ -1,10 +1,12 @@
 // Training inside a hard memory limit that plain training of the same batch exceeds.
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <string>
 #include <vector>
 
 #include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
 #include <tests/integration/training_runs.h>
 
 #include <gradus/base/byte_count.h>
@@ -58,7 +60,7 @@ TEST_F(MemoryTest, AutoFinishesUnderHalfOfWhatPlainTrainingNeedsWithThePlainLoss
     EXPECT_EQ(step.peak.total(), step.peak_bytes) << "step " << step.step;
 
   const auto state = last_state("auto");
-  EXPECT_TRUE(state.plan.micro_batches > 1 || state.plan.recomputed > 0);
+  EXPECT_TRUE(state.plan.micro_batches > 1 || state.plan.budget);
   EXPECT_EQ(state.peak_bytes, highest_peak(got));
   EXPECT_EQ(summary_row(ended, "memory limit"), base::format_bytes(limit));
   EXPECT_THAT(summary_row(ended, "measured peak"),
@@ -92,8 +94,7 @@ TEST_F(MemoryTest, ThePredictedPlainNeedIsWithinThreePerCentForOtherShapesToo) {
             return f;
           }()));
     const auto measured = static_cast<double>(highest_peak(metrics("plain" + name)));
-    // Tight enough that a plan is looked for, wide enough for a micro-batch of three with nothing
-    // recomputed.
+    // Tight enough that a plan is looked for.
     Flags limited = shape;
     limited.insert({{"steps", "2"},
                     {"warmup", "1"},
@@ -102,12 +103,6 @@ TEST_F(MemoryTest, ThePredictedPlainNeedIsWithinThreePerCentForOtherShapesToo) {
     const Ended ended = try_train("auto" + name, deep(limited));
     ASSERT_EQ(ended.code, 0) << ended.err;
     const auto predicted = static_cast<double>(last_state("auto" + name).plain_peak_bytes);
-    // Where even the measured sizes do not fit unrecomputed, nothing is claimed.
-    if (predicted == 0.0) {
-      EXPECT_EQ(shape.at("batch"), "3") << "nothing was predicted";
-      EXPECT_EQ(summary_row(ended, "plain training needs"), "");
-      continue;
-    }
     EXPECT_NEAR(predicted, measured, 0.03 * measured);
   }
 }
@@ -167,22 +162,64 @@ TEST_F(MemoryTest,
   }
 }
 
-TEST_F(MemoryTest, MeasuringAPlanChangesNoNumberOfTheRun) {
-  // What auto chose, asked for outright: the same run to the bit, dropout included.
-  train("auto", deep({{"dropout", "0.2"}, {"memory", std::to_string(plain_peak_bytes() / 2)}}));
-  const auto plan = last_state("auto").plan;
-  train("asked", deep({{"dropout", "0.2"},
-                       {"plan", "micro-batch=" + std::to_string(plan.largest(16)) +
-                                    ",recompute=" + std::to_string(plan.recomputed)}}));
-  ASSERT_EQ(last_state("asked").plan, plan);
-  EXPECT_EQ(numeric_difference(metrics("asked"), metrics("auto")), "");
+TEST_F(MemoryTest, MeasuringAPlanAndDroppingByItChangeNoNumberOfTheRun) {
+  // The micro-batches that auto chose, asked for outright and without a limit: the same run to the
+  // bit, dropout included, whatever was dropped and made again.
+  const std::int64_t plain = plain_peak_bytes();
+  for (const std::int64_t limit : {plain / 2, plain * 3 / 10}) {
+    SCOPED_TRACE(limit);
+    const std::string run = "auto" + std::to_string(limit), same = "asked" + std::to_string(limit);
+    train(run, deep({{"dropout", "0.2"}, {"memory", std::to_string(limit)}}));
+    const auto plan = last_state(run).plan;
+    train(same,
+          deep({{"dropout", "0.2"},
+                {"plan", "micro-batch=" + std::to_string(plan.largest(16)) + ",recompute=0"}}));
+    ASSERT_EQ(last_state(same).plan.micro_batches, plan.micro_batches);
+    EXPECT_EQ(numeric_difference(metrics(same), metrics(run)), "");
+    EXPECT_LE(highest_peak(metrics(run)), limit);
+  }
+}
+
+TEST_F(MemoryTest, PlanPrintsTheTableAndWritesThePageAndTrainsNothing) {
+  const std::int64_t plain = plain_peak_bytes();
+  Flags flags = deep({{"dropout", "0.1"},
+                      {"memory", std::to_string(plain * 4 / 10)},
+                      {"html", path("plan.html")},
+                      {"json", path("plan.json")}});
+  std::vector<std::string> arguments = train_arguments("nothing", flags);
+  arguments[0] = "plan";
+  // What is of training and of samples only.
+  for (auto flag = arguments.begin(); flag != arguments.end();) {
+    if (*flag == "--sample-tokens" || *flag == "--prompt") {
+      flag = arguments.erase(flag, flag + 2);
+    } else {
+      ++flag;
+    }
+  }
+  const Ended ended = run_gradus(arguments);
+  ASSERT_EQ(ended.code, 0) << ended.err;
+  EXPECT_EQ(ended.err, "");
+  EXPECT_FALSE(std::filesystem::exists(path("nothing")));
+  EXPECT_THAT(ended.out, HasSubstr("plain training needs "));
+  const auto all = lines(ended.out);
+  EXPECT_EQ(std::count_if(all.begin(), all.end(),
+                          [](const std::string& line) { return line.starts_with("> "); }),
+            1)
+      << ended.out;
+  const auto json = nlohmann::json::parse(read_text(path("plan.json")));
+  const auto measured = json.at("measured").at("peak_bytes").get<double>();
+  EXPECT_LE(measured, static_cast<double>(plain) * 0.4);
+  EXPECT_NEAR(json.at("predicted").at("peak_bytes").get<double>(), measured, 0.03 * measured);
+  const std::string page = read_text(path("plan.html"));
+  EXPECT_THAT(page, HasSubstr(json.at("plan").get<std::string>()));
+  EXPECT_THAT(page, HasSubstr("id=\"timeline\""));
 }
 
 TEST_F(MemoryTest, ALimitBelowTheLeastPossibleIsRefusedAndNothingIsLeftBehind) {
   const std::int64_t plain = plain_peak_bytes();
-  expect_refusal(try_train("low", deep({{"memory", std::to_string(plain / 8)}})), 1,
-                 {"[plan] the memory limit of " + base::format_bytes(plain / 8) +
-                      " is below what this model needs",
+  expect_refusal(try_train("low", deep({{"memory", std::to_string(plain / 12)}})), 1,
+                 {"[plan] the memory limit of " + base::format_bytes(plain / 12) +
+                      " is below what this model needs: at least ",
                   "raise --memory"});
   // Too little for the weights alone.
   expect_refusal(try_train("lower", deep({{"memory", "100KiB"}})), 1,

@@ -95,6 +95,9 @@ white-space:nowrap;font-variant-numeric:tabular-nums}
 .tip div{display:flex;gap:14px;justify-content:space-between}
 .tip i{display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:6px}
 .tip .head{color:var(--soft)}.tip .sum{border-top:1px solid var(--border);margin-top:3px;padding-top:3px}
+.scroll{overflow-x:auto}
+.plans th{white-space:nowrap;overflow-wrap:normal}.plans tbody th{width:auto;color:var(--ink)}.plans td,.plans th{padding-right:12px;font-size:13px}
+.plans .chosen th,.plans .chosen td{font-weight:650}.plans .pale th,.plans .pale td{color:var(--soft)}
 .note{margin:8px 0 0;color:var(--soft);font-size:13px}
 .empty{color:var(--faint);margin:0;padding:56px 0;text-align:center;border:1px dashed var(--border);border-radius:8px}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font:14px/1.6 ui-serif,Georgia,"Noto Serif","DejaVu Serif",serif}
