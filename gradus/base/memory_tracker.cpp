@@ -58,6 +58,8 @@ struct State {
   Clock clock;
   std::array<ArenaState, kArenas> arenas;
   std::uint64_t allocations = 0;
+  bool lap_levels_on = false;
+  std::vector<std::int64_t> lap_levels;
   bool timeline_on = false;
   std::size_t timeline_max = 0;
   MemoryTimeline timeline;
@@ -88,7 +90,10 @@ void changed(State& s, Arena arena) {
     a.peak_total = a.live_total;
     a.peak = a.live;
   }
-  a.lap_peak = std::max(a.lap_peak, a.live_total);
+  if (a.live_total > a.lap_peak) {
+    a.lap_peak = a.live_total;
+    if (s.lap_levels_on && arena == Arena::device) s.lap_levels.push_back(a.live_total);
+  }
   if (!s.timeline_on || arena != Arena::device) return;
   s.timeline.push_back({s.clock(), a.live});
   if (s.timeline.size() < 2 * s.timeline_max) return;
@@ -332,7 +337,20 @@ std::int64_t MemoryTracker::lap_peak() {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   ArenaState& a = s.of(Arena::device);
+  s.lap_levels_on = false;
+  s.lap_levels.clear();
   return std::exchange(a.lap_peak, a.live_total);
+}
+
+std::vector<std::int64_t> MemoryTracker::lap_levels() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  ArenaState& a = s.of(Arena::device);
+  std::vector<std::int64_t> levels = std::exchange(s.lap_levels, {});
+  if (levels.empty()) levels.push_back(a.lap_peak);
+  s.lap_levels_on = true;
+  a.lap_peak = a.live_total;
+  return levels;
 }
 
 void MemoryTracker::reset_peak(Arena arena) {

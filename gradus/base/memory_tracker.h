@@ -68,6 +68,9 @@ class MemoryTracker {
   /// The highest total of the device arena since the last call, for one observer that follows a
   /// program closely; leaves peak() alone.
   std::int64_t lap_peak();
+  /// The same, with all totals on the way that were the highest so far, ascending; the last is the
+  /// peak. Recorded from the first call on, until lap_peak() is called.
+  std::vector<std::int64_t> lap_levels();
 
   /// Says what the storage of @p tensor holds. Returns false if the tracker does not own that
   /// storage.

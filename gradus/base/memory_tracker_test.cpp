@@ -62,6 +62,16 @@ TEST_F(MemoryTrackerTest, LapsOfOneObserverLeaveThePeakAlone) {
   EXPECT_EQ(tracker.lap_peak(), live + 4000);
   EXPECT_EQ(tracker.peak().total(), live + 2000);
   EXPECT_EQ(tracker.lap_peak(), live);
+  tracker.lap_levels();
+  {
+    const auto a = torch::empty({1000});
+    {
+      const auto b = torch::empty({10});
+    }
+    const auto c = torch::empty({5}), d = torch::empty({100});
+  }
+  EXPECT_THAT(tracker.lap_levels(), testing::ElementsAre(live + 4000, live + 4040, live + 4420));
+  EXPECT_THAT(tracker.lap_levels(), testing::ElementsAre(live));
 }
 
 TEST_F(MemoryTrackerTest, SeesAFreeFromAnotherThread) {

@@ -44,6 +44,7 @@ StepTrace with_growth(StepTrace trace, std::int64_t live_bytes) {
     const std::int64_t more = std::max<std::int64_t>(0, growth - (moment.backward ? made : 0));
     moment.other_bytes += more;
     moment.rest_bytes += more;
+    for (std::int64_t& level : moment.levels) level += more;
   }
   return trace;
 }

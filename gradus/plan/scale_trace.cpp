@@ -100,6 +100,9 @@ StepTrace scale_trace(const StepTrace& small, std::int64_t small_size, const Ste
     moment.rest_bytes = line.bytes(s.rest_bytes, l.rest_bytes);
     moment.other_bytes = std::max(line.bytes(s.other_bytes, l.other_bytes), moment.rest_bytes);
     moment.own_bytes = line.bytes(s.own_bytes, l.own_bytes);
+    moment.levels.clear();
+    for (std::size_t k = 0; s.levels.size() == l.levels.size() && k < l.levels.size(); ++k)
+      moment.levels.push_back(line.bytes(s.levels[k], l.levels[k]));
   }
   scaled.recording_seconds = std::min(small.recording_seconds, large.recording_seconds);
   scaled.seconds = scaled.recording_seconds +

@@ -73,7 +73,8 @@ struct internal::TraceTables {
   std::vector<Item> items;
   std::vector<Call> inputs;  // views replaced by what they view
   std::vector<std::int64_t> reads;
-  std::vector<std::int64_t> other, rest;  // at a moment, and just before it
+  std::vector<std::int64_t> other, rest;          // at a moment, and just before it
+  std::vector<std::vector<std::int64_t>> levels;  // on the way to a moment's peak
   ByMoment made, held_ends, releases, deaths, read_by;
   offload::Bandwidth stash;
   std::int64_t moments = 0;
@@ -91,7 +92,10 @@ internal::TraceTables::TraceTables(const StepTrace& trace, const SimulationOptio
       options.compressed.empty() || static_cast<std::int64_t>(options.compressed.size()) == count,
       "compressed must have one entry for each of the ", count, " calls; got ",
       options.compressed.size());
-  for (const auto& moment : trace.moments) other.push_back(moment.other_bytes);
+  for (const auto& moment : trace.moments) {
+    other.push_back(moment.other_bytes);
+    levels.push_back(moment.levels);
+  }
   for (std::int64_t m = 0; m < moments; ++m)
     rest.push_back(m == 0 ? other[0] : std::min(trace.moments[m - 1].rest_bytes, other[m]));
   std::vector<std::pair<std::int64_t, Call>> at_made, at_read, at_hold_end, at_release;
@@ -295,6 +299,10 @@ Simulation Pass::run() {
     result_.moment_bytes.push_back(0);
     for (const Call c : at(tables_.read_by, now_)) {
       if (!failed_) read(c);
+    }
+    if (failed_) break;
+    for (const std::int64_t level : tables_.levels[now_]) {
+      if (!make_room(0, level)) break;
     }
     if (failed_) break;
     for (const Call c : at(tables_.made, now_)) begin(c);
@@ -612,7 +620,12 @@ void Pass::materialise(Call wanted) {
       path.push_back({missing, {}});
       continue;
     }
-    if (!make_room(item.bytes + item.workspace_bytes, tables_.rest[now_])) break;
+    for (const std::int64_t level : tables_.levels[item.moment]) {
+      const std::int64_t more =
+          std::min(level - tables_.rest[item.moment], item.bytes + item.workspace_bytes);
+      if (more > 0 && !make_room(more, tables_.rest[now_])) break;
+    }
+    if (failed_ || !make_room(item.bytes + item.workspace_bytes, tables_.rest[now_])) break;
     result_.replay_seconds += item.seconds;
     ++result_.runs_again[c];
     memory_ += item.bytes;

@@ -161,6 +161,17 @@ TEST_F(PlannedBudgetTest, ATraceTellsResultsThatAreSavedFromThoseThatAreNot) {
   EXPECT_EQ(call->bytes, kBytes + 2 * statistics);
 }
 
+TEST_F(PlannedBudgetTest, ASmallResultThatTheProgramHoldsDoesNotHoldItsCall) {
+  torch::nn::LSTM lstm(torch::nn::LSTMOptions(8, 8));
+  const StepTrace trace = trace_of([&] {
+    const auto [output, state] = lstm(leaf_.view({kSide, 8, 8}));  // the state until the end
+    output.cos().sum().backward();
+  });
+  const auto call = std::ranges::find(trace.calls, "aten::mkldnn_rnn_layer", &TracedCall::op);
+  if (call == trace.calls.end()) GTEST_SKIP() << "no oneDNN on this machine";
+  EXPECT_LT(call->held_until, static_cast<std::int64_t>(trace.calls.size()));
+}
+
 TEST_F(PlannedBudgetTest, ATraceAccountsForAllMemory) {
   torch::nn::Sequential net;
   for (int i = 0; i < 4; ++i) {

@@ -18,7 +18,8 @@ struct TracedCall {
       inputs;  ///< Calls whose results it reads; what came from outside is not among them.
   std::int64_t copied_bytes = 0;  ///< Running it again first copies so much: it works in place.
 
-  std::int64_t held_until = 0;        ///< Last moment at which the program itself holds a result.
+  std::int64_t held_until = 0;        ///< Last moment at which the program itself holds results
+                                      ///< of at least half the bytes.
   bool saved = false;                 ///< Autograd keeps a result.
   std::int64_t saved_bytes = 0;       ///< Of the results that it keeps: the statistics of a
                                       ///< normalisation, say, and not its output.
@@ -33,6 +34,9 @@ struct TracedMoment {
   std::int64_t rest_bytes = 0;   ///< The same at its end.
   std::int64_t own_bytes = 0;    ///< Traced results in memory at its end, as measured.
   bool backward = false;
+  /// Highest totals on the way to the peak, ascending, of all live device memory but the results in
+  /// memory before: what the call makes is in them. Empty: not known.
+  std::vector<std::int64_t> levels{};
 };
 
 /// One pass, forward and backward, as the program ran it: without what was run again.

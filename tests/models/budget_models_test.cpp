@@ -136,7 +136,7 @@ TEST_P(BudgetModelsTest, EveryBudgetIsMetBitForBitAndAsPredicted) {
     if (share == 0.0) limit = least;  // as planned for the budget before
     if (limit < least) continue;
     SCOPED_TRACE(program_.name + " at " + std::to_string(share));
-    plan::PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.2});
+    plan::PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.4});
     for (int i = 0; i < 3; ++i) pass();  // traced, traced again, planned
     ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
     for (int i = 0; i < 2; ++i) {
@@ -148,9 +148,12 @@ TEST_P(BudgetModelsTest, EveryBudgetIsMetBitForBitAndAsPredicted) {
       EXPECT_NEAR(predicted, static_cast<double>(peak), 0.03 * static_cast<double>(peak));
       expect_equal(plain);
     }
-    least = budget.plan()->least_bytes;
+    // Compression is measured in the second pass only: the first must do without.
+    const plan::PlanOptions uncompressed{.limit_bytes = plain_peak, .time_limit_s = 0.4};
+    least = plan::least_bytes(*budget.trace(), uncompressed);
     EXPECT_LT(static_cast<double>(least), static_cast<double>(live) + activations / 2);
-    EXPECT_GT(budget.statistics().planned_passes, 0);
+    if (!budget.plan()->dispositions.empty())  // else online eviction is the plan
+      EXPECT_GT(budget.statistics().planned_passes, 0);
     EXPECT_EQ(budget.statistics().strayed_passes, 0);
   }
 }

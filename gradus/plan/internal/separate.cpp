@@ -38,6 +38,7 @@ recompute::StepTrace separate_unsaved(recompute::StepTrace trace) {
   if (!any) return trace;
   std::int64_t more = 0;
   for (std::size_t m = 0; m < trace.moments.size(); ++m) {
+    for (std::int64_t& level : trace.moments[m].levels) level += more;  // from before
     more += change[m];
     trace.moments[m].other_bytes += more;
     // At the end of the moment; what ends with it is gone by then only in the next.

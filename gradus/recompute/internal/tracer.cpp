@@ -1,6 +1,7 @@
 #include <gradus/recompute/internal/tracer.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -8,7 +9,9 @@
 
 namespace gradus::recompute::internal {
 
-Tracer::Tracer() : memory_(base::MemoryTracker::install()) { memory_.lap_peak(); }
+Tracer::Tracer() : memory_(base::MemoryTracker::install()) { memory_.lap_levels(); }
+
+Tracer::~Tracer() { memory_.lap_peak(); }
 
 std::int64_t Tracer::own_bytes() const {
   std::int64_t bytes = 0;
@@ -19,17 +22,25 @@ std::int64_t Tracer::own_bytes() const {
   return bytes;
 }
 
-// Counts what was live in the lap that ends, but for results.
+// Counts what was live in the laps that end, but for results.
 void Tracer::settle(std::int64_t made_bytes) {
-  const std::int64_t peak = memory_.lap_peak();
-  trace_.peak_bytes = std::max(trace_.peak_bytes, peak);
-  other_ = std::max(other_, peak - own_ - made_bytes);
+  before_change();
+  other_ = std::max(other_, in_call_ - made_bytes);
+  in_call_ = 0;
 }
 
-void Tracer::before_change() { settle(0); }
+// In the middle of a call nobody knows which of the new memory will be its results.
+void Tracer::before_change() {
+  for (const std::int64_t total : memory_.lap_levels()) {
+    trace_.peak_bytes = std::max(trace_.peak_bytes, total);
+    in_call_ = std::max(in_call_, total - own_);
+    const std::int64_t level = total - own_ + made_;
+    if (levels_.empty() || level > levels_.back()) levels_.push_back(level);
+  }
+}
 
 void Tracer::after_change() {
-  trace_.peak_bytes = std::max(trace_.peak_bytes, memory_.lap_peak());
+  trace_.peak_bytes = std::max(trace_.peak_bytes, memory_.lap_levels().back());
   own_ = own_bytes();
 }
 
@@ -62,15 +73,22 @@ void Tracer::call(const Recipe& recipe, std::int64_t moment, std::int64_t made_b
   trace_.calls[static_cast<std::size_t>(recipe.call)] = std::move(call);
   settle(made_bytes);
   own_ += made_bytes;
+  made_ += made_bytes;
 }
 
 void Tracer::note_program(std::int64_t moment) {
+  std::unordered_map<std::int64_t, std::int64_t> held_bytes;  // by call
   std::erase_if(held_, [&](const std::weak_ptr<Content>& weak) {
     const auto content = weak.lock();
     if (content == nullptr || !content->held_by_program()) return true;
-    trace_.calls[static_cast<std::size_t>(content->call)].held_until = moment;
+    held_bytes[content->call] += content->bytes;
     return false;
   });
+  for (const auto& [index, bytes] : held_bytes) {
+    TracedCall& call = trace_.calls[static_cast<std::size_t>(index)];
+    // The program may hold a last state for long, and what it was computed with is free to go.
+    if (2 * bytes >= call.bytes) call.held_until = moment;
+  }
 }
 
 void Tracer::end_moment(std::int64_t moment, bool backward) {
@@ -83,8 +101,10 @@ void Tracer::end_moment(std::int64_t moment, bool backward) {
   trace_.moments.back() = {.other_bytes = std::max(other_, rest),
                            .rest_bytes = rest,
                            .own_bytes = own_,
-                           .backward = backward};
-  other_ = 0;
+                           .backward = backward,
+                           .levels = std::move(levels_)};
+  levels_.clear();
+  other_ = made_ = 0;
 }
 
 void Tracer::saved(const Content& content, std::string_view maker) {

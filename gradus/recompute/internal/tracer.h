@@ -34,6 +34,7 @@ class Tracer {
   void read(const Content& content, std::int64_t moment);
   void released(const Content& content, std::int64_t moment);
 
+  ~Tracer();
   StepTrace finish(double seconds, double recording_seconds, double replay_seconds);
 
  private:
@@ -47,6 +48,9 @@ class Tracer {
   std::vector<std::weak_ptr<Content>> held_;      // those of them that the program holds
   std::int64_t own_ = 0;                          // at the start of the lap
   std::int64_t other_ = 0;                        // peak in this moment
+  std::int64_t in_call_ = 0;                      // the same with what the call is making
+  std::int64_t made_ = 0;                         // results of the moment's call, in own_
+  std::vector<std::int64_t> levels_;              // on the way there
 };
 
 }  // namespace gradus::recompute::internal
