@@ -155,10 +155,27 @@ TEST_F(PlannedBudgetTest, ATraceTellsResultsThatAreSavedFromThoseThatAreNot) {
   const StepTrace trace = trace_of([&] { norm(leaf_ * 2).relu().sum().backward(); });
   const auto call = std::ranges::find(trace.calls, "aten::native_group_norm", &TracedCall::op);
   ASSERT_NE(call, trace.calls.end());
-  EXPECT_TRUE(call->saved);
-  const std::int64_t statistics = kSide * 4 * 4;  // of each example and group
-  EXPECT_EQ(call->saved_bytes, 2 * statistics);
-  EXPECT_EQ(call->bytes, kBytes + 2 * statistics);
+  EXPECT_FALSE(call->saved);
+  EXPECT_EQ(call->bytes, kBytes);
+  // Its statistics are small, and stand for themselves.
+  const TracedCall& statistics = *std::next(call);
+  EXPECT_EQ(statistics.op, call->op);
+  EXPECT_EQ(statistics.moment, call->moment);
+  EXPECT_EQ(statistics.inputs, call->inputs);
+  EXPECT_TRUE(statistics.saved);
+  EXPECT_EQ(statistics.bytes, 2 * kSide * 4 * 4);  // of each example and group
+  EXPECT_EQ(statistics.saved_bytes, statistics.bytes);
+}
+
+TEST_F(PlannedBudgetTest, ATraceTellsSavedResultsOfACallFromOthersOfTheirSize) {
+  const StepTrace trace = trace_of([&] {
+    const auto values = std::get<0>(leaf_.t().contiguous().t().sort(1));
+    values.relu().sum().backward();
+  });
+  const auto call = std::ranges::find(trace.calls, "aten::sort", &TracedCall::op);
+  ASSERT_NE(call, trace.calls.end());
+  EXPECT_EQ(call->saved_bytes, 2 * kBytes);  // the indices
+  EXPECT_EQ(call->bytes, 3 * kBytes);
 }
 
 TEST_F(PlannedBudgetTest, ASmallResultThatTheProgramHoldsDoesNotHoldItsCall) {

@@ -7,7 +7,9 @@
 namespace gradus::recompute {
 
 /// What one operator call of a forward pass made: the bytes of its results, which are kept or
-/// dropped together. Calls are numbered from 0 in the order of a pass.
+/// dropped together. Calls are numbered from 0 in the order of a pass. A call whose results differ
+/// much in size (an LSTM layer's output and workspace, a normalisation's statistics) stands twice:
+/// the large ones, and behind them the small ones.
 struct TracedCall {
   std::string op;              ///< "aten::mm".
   std::int64_t moment = 0;     ///< When it ran.

@@ -75,8 +75,9 @@ struct Recipe {
   at::Tensor generator_state;
   bool grad_mode = true;
   double seconds = 0.0;
-  std::int64_t number = 0;  ///< Of the call, ascending.
-  std::int64_t call = -1;   ///< In the pass; -1 outside one.
+  std::int64_t number = 0;       ///< Of the call, ascending.
+  std::int64_t call = -1;        ///< In the pass; -1 outside one.
+  std::int64_t small_call = -1;  ///< The number of its small results, if they have one.
 };
 
 }  // namespace gradus::recompute::internal

@@ -32,6 +32,9 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 
 double seconds_since(Clock::time_point start) { return seconds_between(start, Clock::now()); }
 
+// Results of at most this part of their call's largest one are planned for themselves.
+constexpr std::int64_t kSmallResult = 4;
+
 // Calls that a restored value needs are the tape's, not moments of the program.
 thread_local int restoring = 0;
 
@@ -245,14 +248,34 @@ void Tape::set_plan(std::shared_ptr<const EvictionPlan> plan) {
   next_plan_ = std::move(plan);
 }
 
-// Checks that @p recipe, just run, is the call that the plan has at its place.
-void Tape::follow(const Recipe& recipe, std::int64_t made_bytes) {
-  if (!following_) return;
-  const auto index = static_cast<std::size_t>(recipe.call);
-  if (index < plan_->calls.size() && plan_->calls[index].bytes == made_bytes &&
-      plan_->calls[index].op == recipe.op.schema().name()) {
-    return;
+// Gives the small results of @p recipe, just run, a number of their own: to keep a layer's output
+// may be worth much where to keep its workspace is not.
+void Tape::separate_small(Recipe& recipe) {
+  std::int64_t largest = 0;
+  for (const auto& weak : recipe.made) largest = std::max(largest, weak.lock()->bytes);
+  for (const auto& weak : recipe.made) {
+    const auto content = weak.lock();
+    if (content->bytes > largest / kSmallResult) continue;
+    if (recipe.small_call < 0) recipe.small_call = calls_++;
+    content->call = recipe.small_call;
   }
+}
+
+// Checks that @p recipe, just run, is the call that the plan has at its place.
+void Tape::follow(const Recipe& recipe) {
+  if (!following_) return;
+  std::int64_t bytes = 0, small_bytes = 0;
+  for (const auto& weak : recipe.made) {
+    const auto content = weak.lock();
+    (content->call == recipe.call ? bytes : small_bytes) += content->bytes;
+  }
+  const auto fits = [&](std::int64_t call, std::int64_t made) {
+    const auto index = static_cast<std::size_t>(call);
+    return index < plan_->calls.size() && plan_->calls[index].bytes == made &&
+           plan_->calls[index].op == recipe.op.schema().name();
+  };
+  if (fits(recipe.call, bytes) && (recipe.small_call < 0 || fits(recipe.small_call, small_bytes)))
+    return;
   following_ = false;
   ++statistics_.strayed_passes;
 }
@@ -330,7 +353,7 @@ void Tape::record(Call& call) {
   const std::lock_guard lock(mutex_);
   recipe->seconds = seconds_between(start, end) - (evicting_s_ - evicting_before);
   bool makes = false;
-  std::int64_t made_bytes = 0, new_bytes = 0;
+  std::int64_t new_bytes = 0;
   const auto add = [&](const at::Tensor& tensor, std::size_t output) {
     auto content = std::make_shared<Content>(static_cast<std::int64_t>(tensor.storage().nbytes()),
                                              weak_storage(tensor));
@@ -338,7 +361,6 @@ void Tape::record(Call& call) {
     content->output = output;
     content->call = recipe->call;
     content->last_used = clock_;
-    made_bytes += content->bytes;
     recipe->made.push_back(content);
     current_[storage_of(tensor)] = content;
     makes = true;
@@ -372,7 +394,8 @@ void Tape::record(Call& call) {
   }
   if (makes) ++statistics_.recorded;
   if (recipe->call >= 0) {
-    follow(*recipe, made_bytes);
+    separate_small(*recipe);
+    follow(*recipe);
     if (tracer_ != nullptr) tracer_->call(*recipe, moment_, new_bytes);
   }
   recording_s_ += seconds_between(entered, start) + seconds_since(end) - reporting_s;

@@ -65,7 +65,8 @@ class Tape final : public plane::op::Handler {
   void record(plane::op::Call& call);
   void count_moment(bool backward);
   void begin_pass(Tracer::Clock::duration since);
-  void follow(const Recipe& recipe, std::int64_t made_bytes);
+  void separate_small(Recipe& recipe);
+  void follow(const Recipe& recipe);
   Argument argument_of(const c10::IValue& value);
   c10::Storage materialise(const std::shared_ptr<Content>& content);
   bool ready(const std::shared_ptr<Content>& content);

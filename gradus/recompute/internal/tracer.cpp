@@ -59,18 +59,19 @@ void Tracer::call(const Recipe& recipe, std::int64_t moment, std::int64_t made_b
       }
     }
   }
+  // A call that autograd's part of another makes (a clone inside mul_) ends before that one.
+  const auto last = static_cast<std::size_t>(std::max(recipe.call, recipe.small_call));
+  if (trace_.calls.size() <= last) trace_.calls.resize(last + 1);
+  if (recipe.small_call >= 0) trace_.calls[static_cast<std::size_t>(recipe.small_call)] = call;
+  trace_.calls[static_cast<std::size_t>(recipe.call)] = std::move(call);
   for (const auto& weak : recipe.made) {
     const auto content = weak.lock();
-    if (content == nullptr) continue;
-    call.bytes += content->bytes;
-    call.can_run_again = true;
+    TracedCall& made = trace_.calls[static_cast<std::size_t>(content->call)];
+    made.bytes += content->bytes;
+    made.can_run_again = true;
     contents_.push_back(content);
     held_.push_back(content);
   }
-  // A call that autograd's part of another makes (a clone inside mul_) ends before that one.
-  if (trace_.calls.size() <= static_cast<std::size_t>(recipe.call))
-    trace_.calls.resize(static_cast<std::size_t>(recipe.call) + 1);
-  trace_.calls[static_cast<std::size_t>(recipe.call)] = std::move(call);
   settle(made_bytes);
   own_ += made_bytes;
   made_ += made_bytes;
