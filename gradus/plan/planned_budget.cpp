@@ -6,8 +6,8 @@
 
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
-#include <gradus/offload/stash.h>
 #include <gradus/plan/internal/compression_probe.h>
+#include <gradus/plan/store_stash.h>
 
 namespace gradus::plan {
 
@@ -17,16 +17,6 @@ using recompute::Disposition;
 using recompute::StepTrace;
 
 namespace {
-
-class StoreStash final : public recompute::Stash {
- public:
-  explicit StoreStash(const offload::OffloadOptions& options) : store_(options) {}
-  std::shared_ptr<void> put(const c10::Storage& storage) override { return store_.put(storage); }
-  c10::Storage get(const std::shared_ptr<void>& handle) override { return store_.get(handle); }
-
- private:
-  offload::StorageStore store_;
-};
 
 // What outlives the first pass (an optimizer's state, gradients) is in memory from the beginning of
 // the next one.
@@ -63,7 +53,7 @@ struct PlannedBudget::State {
     recompute::MemoryBudgetOptions budget_options;
     budget_options.limit_bytes = options.limit_bytes;
     if (options.offload) {
-      budget_options.stash = std::make_shared<StoreStash>(*options.offload);
+      budget_options.stash = make_stash(*options.offload);
       if (!options.bandwidth) options.bandwidth = offload::measure_bandwidth(*options.offload);
     }
     budget = std::make_unique<recompute::MemoryBudget>(budget_options);

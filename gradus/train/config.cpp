@@ -66,6 +66,8 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(memory, limit, "--memory",
                  "Hard limit of device memory, such as 600MiB; empty is none"),
       GRADUS_KEY(memory, plan, "--plan", "auto, none, or micro-batch=N,recompute=N"),
+      GRADUS_KEY(memory, offload, "--offload",
+                 "Where an automatic plan may move activations: none, host, or an existing folder"),
       GRADUS_KEY(sample, prompt, "--prompt", "Text that the sample continues"),
       GRADUS_KEY(sample, tokens, "--sample-tokens", "Tokens to generate; 0 is no sample"),
       GRADUS_KEY(sample, temperature, "--temperature",
@@ -295,6 +297,11 @@ void validate(const TrainConfig& config) {
     GRADUS_CHECK("config", base::parse_bytes(config.memory.limit) > 0,
                  "memory.limit must be above 0; got '", config.memory.limit, "'");
   }
+  GRADUS_CHECK("config", !config.memory.offload.empty(),
+               "memory.offload must be none, host or a folder; got ''");
+  GRADUS_CHECK("config", config.memory.offload == "none" || config.memory.plan == "auto",
+               "memory.offload is for automatic plans; got '", config.memory.offload,
+               "' with memory.plan ", config.memory.plan);
   parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
   at_least("sample.tokens", config.sample.tokens, 0);
   GRADUS_CHECK("config",

@@ -52,8 +52,9 @@ struct TrainConfig {
     double clip_norm = 1.0;  ///< 0: no clipping.
   } optimizer;
   struct Memory {
-    std::string limit;          ///< "600MiB"; empty: none.
-    std::string plan = "auto";  ///< "auto", "none", or "micro-batch=4,recompute=3".
+    std::string limit;             ///< "600MiB"; empty: none.
+    std::string plan = "auto";     ///< "auto", "none", or "micro-batch=4,recompute=3".
+    std::string offload = "none";  ///< "none", "host", or a folder on a disk.
   } memory;
   struct Sample {
     std::string prompt = "In the beginning";

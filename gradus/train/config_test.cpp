@@ -121,6 +121,7 @@ TEST_F(ConfigTest, ValidateNamesTheKeyTheRequirementAndTheValue) {
       {"memory.limit", "many", "[bytes]"},
       {"memory.limit", "0", "memory.limit must be above 0"},
       {"memory.plan", "fast", "[plan]"},
+      {"memory.offload", "", "memory.offload must be"},
       {"memory.plan", "micro-batch=0,recompute=1", "[plan]"},
       {"memory.plan", "micro-batch=1,recompute=7", "[plan]"},
       {"data.tokenizer", "words", "data.tokenizer must be sentencepiece or bytes"},

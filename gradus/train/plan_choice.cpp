@@ -320,7 +320,9 @@ void Search::consider_plain(const Plan& plan, std::int64_t size) {
 
 std::optional<plan::MemoryPlan> Search::plan_pass(const StepTrace& trace, double seconds) const {
   try {
-    return plan::make_plan(trace, {.limit_bytes = options_.limit_bytes, .time_limit_s = seconds});
+    return plan::make_plan(trace, {.limit_bytes = options_.limit_bytes,
+                                   .offload = options_.offload,
+                                   .time_limit_s = seconds});
   } catch (const UserError&) {
     return std::nullopt;  // no plan of it fits; refuse() says how much would do
   }

@@ -101,7 +101,9 @@ struct PlanChoiceOptions {
   std::int64_t limit_bytes = 0;  ///< > 0.
   /// Only passes of a plan that is known already, which runs under a budget: what they drop.
   std::optional<Plan> only{};
-  bool moments = false;     ///< Measure the chosen plan once more, moment by moment.
+  bool moments = false;  ///< Measure the chosen plan once more, moment by moment.
+  /// What a plan may move elsewhere goes at this speed; unset: nothing is moved.
+  std::optional<offload::Bandwidth> offload{};
   double planning_s = 2.0;  ///< For the chosen plan's search; the others get less. > 0.
 };
 

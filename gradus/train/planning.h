@@ -1,12 +1,18 @@
 #pragma once
 
+#include <optional>
+
 #include <gradus/data/batches.h>
 #include <gradus/models/gpt.h>
+#include <gradus/offload/offload.h>
 #include <gradus/train/config.h>
 #include <gradus/train/plan_choice.h>
 #include <gradus/train/trainer.h>
 
 namespace gradus::train {
+
+/// Where plans may move activations, as memory.offload says; unset for none.
+std::optional<offload::OffloadOptions> offload_options(const TrainConfig& config);
 
 /// Chooses how to train @p gpt inside a memory limit that is on, by trial steps on its next batch.
 /// Weights, random state and the stream stay as they are.

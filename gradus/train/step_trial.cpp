@@ -72,12 +72,14 @@ void end_with_backward(recompute::StepTrace& trace) {
 }  // namespace
 
 StepTrials::StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
-                       std::int64_t limit_bytes, base::Clock clock)
+                       std::int64_t limit_bytes, base::Clock clock,
+                       std::shared_ptr<recompute::Stash> stash)
     : gpt_(std::move(gpt)),
       batch_(std::move(batch)),
       probe_(std::move(probe)),
       limit_bytes_(limit_bytes),
-      clock_(std::move(clock)) {
+      clock_(std::move(clock)),
+      stash_(std::move(stash)) {
   const base::ArenaScope host(base::Arena::host);
   for (const at::Tensor& parameter : gpt_->parameters())
     weights_.push_back(parameter.detach().clone());
@@ -127,7 +129,9 @@ Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest&
                          std::int64_t limit_bytes) {
   base::MemoryTracker& tracker = base::MemoryTracker::install();
   std::optional<recompute::MemoryBudget> budget;
-  if (request.budget) budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes});
+  if (request.budget) {
+    budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes, .stash = stash_});
+  }
   const auto begin = [&](bool later) {
     if (!later) window.reset();
     if (budget) {

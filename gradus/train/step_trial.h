@@ -12,6 +12,10 @@
 #include <gradus/optim/optimizer.h>
 #include <gradus/train/plan_choice.h>
 
+namespace gradus::recompute {
+class Stash;
+}
+
 namespace gradus::train {
 
 /// Measures steps without training: forward, backward and an optimizer step at learning rate 0, on
@@ -29,8 +33,10 @@ class StepTrials {
   /// @param batch  Sequences to take micro-batches from; repeated if a larger one is asked for.
   /// @param probe  An optimizer over all of @p gpt's parameters, at learning rate 0, without state.
   /// @param limit_bytes  The memory limit that is on; 0: none.
+  /// @param stash  Where plans move what they offload; may be null.
   StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
-             std::int64_t limit_bytes, base::Clock clock);
+             std::int64_t limit_bytes, base::Clock clock,
+             std::shared_ptr<recompute::Stash> stash = nullptr);
   ~StepTrials();
 
   /// As a TrialRunner does.
@@ -48,6 +54,7 @@ class StepTrials {
   std::unique_ptr<optim::Optimizer> probe_;
   const std::int64_t limit_bytes_;
   base::Clock clock_;
+  const std::shared_ptr<recompute::Stash> stash_;
   std::vector<at::Tensor> weights_;  // copies, in host memory
   bool ready_ = false;
 };

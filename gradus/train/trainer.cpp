@@ -22,6 +22,7 @@
 #include <gradus/base/step_boundary.h>
 #include <gradus/optim/clip.h>
 #include <gradus/optim/schedule.h>
+#include <gradus/plan/store_stash.h>
 #include <gradus/recompute/memory_budget.h>
 #include <gradus/state/atomic_file.h>
 #include <gradus/train/device.h>
@@ -96,7 +97,8 @@ class Run {
   optim::Schedule schedule_;
   std::optional<RunLog> log_;
   RunState state_;
-  PassPlans passes_;  // if state_.plan.budget
+  PassPlans passes_;                         // if state_.plan.budget
+  std::shared_ptr<recompute::Stash> stash_;  // where plans move what they offload; may be null
   std::string saved_path_;
   std::int64_t saved_step_ = -1;
   std::vector<double> recent_losses_;
@@ -196,6 +198,7 @@ void Run::open_directory() {
 }
 
 void Run::make_plan() {
+  if (const auto offload = offload_options(config_)) stash_ = plan::make_stash(*offload);
   const std::int64_t segments = config_.model.layers;
   const PlanRequest request =
       parse_plan_request(config_.memory.plan, config_.train.batch, segments);
@@ -333,7 +336,7 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
   std::optional<recompute::MemoryBudget> budget;
   std::optional<BudgetAttribution> attribution;
   if (state_.plan.budget) {
-    budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes_});
+    budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes_, .stash = stash_});
     attribution.emplace(*gpt_);
   }
   for (std::int64_t i = 0; i < count; ++i) {

@@ -151,6 +151,16 @@ TEST_F(TrainingTest, PeakStaysUnderTheLimitAndLossesEqualThePlainRuns) {
   const auto a = losses(metrics(plain)), b = losses(metrics(limited));
   for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-5) << "step " << i + 1;
 
+  // What a plan moves away comes back with the same bytes.
+  for (const std::string& target : {std::string("host"), directory.string()}) {
+    TrainConfig offloading = limited;
+    offloading.memory.offload = target;
+    offloading.train.out = (directory / ("offload" + std::to_string(target.size()))).string();
+    EXPECT_LE(run(offloading).peak_bytes, limit);
+    const auto c = losses(metrics(offloading));
+    for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], c[i], 1e-5) << "step " << i + 1;
+  }
+
   limited.memory.plan = "none";
   limited.train.out = (directory / "none").string();
   EXPECT_THROW(run(limited), MemoryLimitError);
