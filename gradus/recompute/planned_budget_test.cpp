@@ -189,6 +189,39 @@ TEST_F(PlannedBudgetTest, ASmallResultThatTheProgramHoldsDoesNotHoldItsCall) {
   EXPECT_LT(call->held_until, static_cast<std::int64_t>(trace.calls.size()));
 }
 
+TEST_F(PlannedBudgetTest, ACallMayChangeTwoViewsOfOneStorage) {
+  const auto forward = [this] {
+    at::Tensor y = leaf_.tanh();
+    const at::Tensor scale = leaf_.detach() * 0 + 1;
+    at::_foreach_mul_({scale.narrow(0, 0, 8), scale.narrow(0, 8, 8)}, 2.0);
+    for (int i = 0; i < 6; ++i) y = (y * scale).sin();
+    return y.sum();
+  };
+  const auto pass = [&] { forward().backward(); };
+  zero_gradient();
+  pass();
+  const at::Tensor plain = leaf_.grad().clone();
+  const StepTrace trace = trace_of(pass);
+  const auto plan = keep_all(trace);
+  for (auto& call : plan->calls) {
+    if (call.op == "aten::_foreach_mul_") call.disposition = Disposition::recompute;
+  }
+  std::int64_t replayed = 0;
+  for (int maps = 14; maps > 5; --maps) {
+    MemoryBudget budget({.limit_bytes = tracker_.live().total() + maps * kBytes, .plan = plan});
+    zero_gradient();
+    try {
+      pass();
+    } catch (const MemoryLimitError&) {
+      break;
+    }
+    EXPECT_TRUE(leaf_.grad().equal(plain)) << maps;
+    EXPECT_EQ(budget.statistics().strayed_passes, 0);
+    replayed += budget.statistics().replayed;
+  }
+  EXPECT_GT(replayed, 0);
+}
+
 TEST_F(PlannedBudgetTest, ATraceAccountsForAllMemory) {
   torch::nn::Sequential net;
   for (int i = 0; i < 4; ++i) {

@@ -393,6 +393,8 @@ void Tape::record(Call& call) {
     new_bytes += recipe->made.back().lock()->bytes;
   }
   if (makes) ++statistics_.recorded;
+  // Where a call changes two views of one storage, the last content of it counts.
+  std::erase_if(recipe->made, [](const auto& made) { return made.expired(); });
   if (recipe->call >= 0) {
     separate_small(*recipe);
     follow(*recipe);
@@ -588,6 +590,7 @@ void Tape::run(Recipe& recipe) {
   const at::AutoGradMode grad(recipe.grad_mode);
   const c10::FunctionSchema& schema = recipe.op.schema();
   std::vector<std::pair<std::size_t, at::Tensor>> changed;
+  std::vector<std::pair<const Content*, c10::Storage>> copies;
   torch::jit::Stack values;
   values.reserve(recipe.arguments.size());
   for (std::size_t i = 0; i < recipe.arguments.size(); ++i) {
@@ -606,8 +609,13 @@ void Tape::run(Recipe& recipe) {
             ". Change it after backward, or change a clone."));
       }
       if (!argument.written) return over(content.storage, entry.second);
-      // The operator changes this argument; the content before it may be needed again.
-      at::Tensor copy = over(copy_of_storage(content.storage).storage(), entry.second);
+      // The operator changes this argument; the content before it may be needed again. Two views of
+      // one content stay so.
+      auto known = std::find_if(copies.begin(), copies.end(),
+                                [&](const auto& c) { return c.first == &content; });
+      if (known == copies.end())
+        known = copies.insert(known, {&content, copy_of_storage(content.storage).storage()});
+      at::Tensor copy = over(known->second, entry.second);
       changed.emplace_back(i, copy);
       return copy;
     };
