@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <span>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 
 #include <gradus/base/error.h>
-#include <gradus/data/internal/counter_random.h>
+#include <gradus/data/internal/shuffle.h>
 
 namespace gradus::data {
 
@@ -75,12 +74,7 @@ std::int64_t BatchStream::begin_of(std::int64_t sequence) const {
 
 void BatchStream::order_epoch() {
   if (ordered_epoch_ == position_.epoch) return;
-  std::iota(order_.begin(), order_.end(), 0U);
-  if (options_.shuffle) {
-    internal::CounterRandom random(options_.seed, static_cast<std::uint64_t>(position_.epoch));
-    for (std::size_t left = order_.size(); left > 1; --left)
-      std::swap(order_[left - 1], order_[random.below(left)]);
-  }
+  internal::order_of_epoch(order_, options_.seed, position_.epoch, options_.shuffle);
   ordered_epoch_ = position_.epoch;
 }
 
