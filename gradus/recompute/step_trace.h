@@ -50,7 +50,6 @@ struct StepTrace {
   double recording_seconds = 0.0;  ///< The part of it that a plain pass would not spend.
   double replay_seconds = 0.0;     ///< Beside it: running calls again, and moving results.
   std::int64_t peak_bytes = 0;     ///< Of all live device memory, measured, under whatever limit.
-  bool complete = false;  ///< Nothing was evicted that hid when the program let a result go.
 };
 
 }  // namespace gradus::recompute

@@ -39,7 +39,6 @@ struct Machine {
       moment.other_bytes = rest + workspace;
     }
     trace.seconds = overhead_s + 3.0 * forward_s * static_cast<double>(size);
-    trace.complete = true;
     return trace;
   }
   std::int64_t optimizer_peak() const { return weights + gradients + workspace; }

@@ -129,7 +129,6 @@ StepTrace Tracer::finish(double seconds, double recording_seconds, double replay
   trace_.seconds = seconds;
   trace_.recording_seconds = recording_seconds;
   trace_.replay_seconds = replay_seconds;
-  trace_.complete = true;
   return std::move(trace_);
 }
 
