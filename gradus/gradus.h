@@ -3,7 +3,7 @@
 // Everything a small training program uses of gradus. No library file includes it.
 
 #include <gradus/accumulate/window.h>
-#include <gradus/amp/autocast.h>
+#include <gradus/amp/autocast/autocast.h>
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>

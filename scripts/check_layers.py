@@ -23,7 +23,7 @@ LAYERS = [
     "plane/op",
     "plane/saved",
     "plane/grad",
-    "amp",
+    "amp/autocast",
     "recompute",
     "offload",
     "compress",

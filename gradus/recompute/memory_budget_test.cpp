@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <gradus/amp/autocast.h>
+#include <gradus/amp/autocast/autocast.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>

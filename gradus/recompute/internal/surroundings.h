@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <gradus/amp/autocast.h>
+#include <gradus/amp/autocast/autocast.h>
 #include <gradus/base/rng.h>
 #include <gradus/recompute/checkpoint.h>
 #include <gradus/recompute/internal/region.h>

@@ -1,4 +1,4 @@
-#include <gradus/amp/autocast.h>
+#include <gradus/amp/autocast/autocast.h>
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
