@@ -60,6 +60,7 @@ class FashionMnist final : public examples::Subject {
   }
   std::string quality_name() const override { return "accuracy"; }
   std::string loss_label() const override { return "Cross-entropy, nats per image"; }
+  std::string item() const override { return "image"; }
   // One block of two layers in each stage, a first and a last layer.
   std::int64_t smallest_depth() const override { return 2 * kStages + 2; }
   std::int64_t depth_step() const override { return 2; }

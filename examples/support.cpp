@@ -169,7 +169,7 @@ class Training {
 };
 
 RunResult Training::run() {
-  log_.emplace(directory_, 0, options_.steps, result_.limit_bytes, environment_);
+  log_.emplace(directory_, 0, options_.steps, result_.limit_bytes, environment_, subject_.item());
   tracker_.reset_peak();
   // Before the first tensor: weights are made inside the limit too.
   const Enforcement enforcement(result_.limit_bytes, result_.name == "budget");
@@ -178,6 +178,8 @@ RunResult Training::run() {
   const std::vector<at::Tensor> parameters = model.module().parameters();
   result_.parameters = value_count(model.module());
   const train::MemoryAttribution attribution(model.module());
+  std::optional<train::BudgetAttribution> budget_attribution;
+  if (enforcement.budget) budget_attribution.emplace(model.module());
   optim::AdamW optimizer(parameters, {.lr = options_.lr});
   const optim::Schedule schedule = optim::warmup_cosine_schedule(
       {.peak_lr = options_.lr,

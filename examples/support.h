@@ -59,6 +59,7 @@ class Subject {
   virtual std::string model_name(std::int64_t depth) const = 0;  ///< "ResNet-50, width 16".
   virtual std::string quality_name() const = 0;                  ///< "accuracy".
   virtual std::string loss_label() const = 0;                    ///< With its unit.
+  virtual std::string item() const = 0;  ///< What draw() counts, in the singular: "image".
   virtual std::int64_t smallest_depth() const = 0;
   virtual std::int64_t depth_step()
       const = 0;  ///< Depths are smallest_depth() plus multiples of it.

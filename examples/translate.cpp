@@ -135,6 +135,7 @@ class Translation final : public examples::Subject {
   }
   std::string quality_name() const override { return "BLEU"; }
   std::string loss_label() const override { return "Cross-entropy, nats per token"; }
+  std::string item() const override { return "token"; }
   std::int64_t smallest_depth() const override { return 1; }
   std::int64_t depth_step() const override { return 1; }
   std::vector<std::pair<std::string, std::string>> settings() const override {

@@ -47,7 +47,8 @@ struct Findings {
   std::int64_t tokens = 0;
   double tokens_per_s = 0.0;  // median of the steps
   std::size_t nonfinite_losses = 0;
-  std::vector<Point> loss, smooth_loss, validation, lr, grad_norm, throughput, peaks;
+  std::vector<Point> loss, smooth_loss, validation, lr, grad_norm, throughput, peaks, loss_scale,
+      skipped;
 };
 
 double median_of_finite(const std::vector<Point>& points) {
@@ -79,6 +80,10 @@ Findings examine(const ReportData& data) {
     found.lr.push_back({x, step.lr});
     found.grad_norm.push_back({x, step.grad_norm});
     found.throughput.push_back({x, step.tokens_per_s});
+    if (step.loss_scale) {
+      found.loss_scale.push_back({x, *step.loss_scale});
+      if (step.skipped) found.skipped.push_back({x, *step.loss_scale});
+    }
     found.peaks.push_back({x, static_cast<double>(step.peak_bytes)});
     found.tokens += step.tokens;
     found.nonfinite_losses += std::isfinite(step.loss) ? 0 : 1;
@@ -114,6 +119,14 @@ std::string loss_change(const Findings& found) {
          fixed(last_finite(found.smooth_loss)->y, 3);
 }
 
+std::string skipped_steps(const ReportData& data, const Findings& found) {
+  return join(found.skipped.size(), " of ", data.steps.size(), " (",
+              fixed(100.0 * static_cast<double>(found.skipped.size()) /
+                        static_cast<double>(data.steps.size()),
+                    1),
+              "%): a gradient was not finite at the loss scale of the step");
+}
+
 std::string tiles(const ReportData& data, const Findings& found) {
   std::string html;
   if (found.peak_bytes > 0) {
@@ -135,12 +148,14 @@ std::string tiles(const ReportData& data, const Findings& found) {
                                        : "first step, smoothed last");
   }
   if (found.tokens_per_s > 0) {
-    html += tile("Throughput", internal::short_count(found.tokens_per_s), "tokens/s, median step");
+    html += tile("Throughput", internal::short_count(found.tokens_per_s),
+                 escape_html(data.item) + "s/s, median step");
   }
   if (found.elapsed_s > 0) {
     html += tile("Time", internal::spoken_time(found.elapsed_s),
                  group_digits(data.steps.empty() ? 0 : data.steps.back().step) + " steps, " +
-                     internal::short_count(static_cast<double>(found.tokens)) + " tokens");
+                     internal::short_count(static_cast<double>(found.tokens)) + " " +
+                     escape_html(data.item) + "s");
   }
   return html.empty() ? "" : "<div class=\"tiles\">" + html + "</div>\n";
 }
@@ -186,8 +201,9 @@ std::string summary(const ReportData& data, const Findings& found) {
     row("Training loss", loss_change(found) + " (first step, smoothed last step)");
   if (found.tokens_per_s > 0) {
     row("Throughput",
-        internal::short_count(found.tokens_per_s) + " tokens/s (median of the steps)");
+        internal::short_count(found.tokens_per_s) + " " + data.item + "s/s (median of the steps)");
   }
+  if (!found.loss_scale.empty()) row("Skipped steps", skipped_steps(data, found));
   if (found.elapsed_s > 0) row("Training time", internal::spoken_time(found.elapsed_s));
   return rows.empty() ? "" : section("Summary", "<table><tbody>" + rows + "</tbody></table>");
 }
@@ -271,9 +287,9 @@ std::string loss_chart(const ReportData& data, const Findings& found) {
   return "<section class=\"wide\">" + render(chart) + "</section>\n";
 }
 
-std::string small_chart(const char* id, const char* title, const char* y_label, const char* series,
-                        const char* color, const std::vector<Point>& points,
-                        internal::AxisKind kind) {
+std::string small_chart(const char* id, const char* title, const std::string& y_label,
+                        const std::string& series, const char* color,
+                        const std::vector<Point>& points, internal::AxisKind kind) {
   internal::LineChart chart;
   chart.text = {.id = id, .title = title, .x_label = "Step", .y_label = y_label, .note = ""};
   chart.y_kind = kind;
@@ -293,6 +309,24 @@ internal::AxisKind grad_norm_axis(const std::vector<Point>& points) {
   }
   return positive && highest > 20.0 * median_of_finite(points) ? internal::AxisKind::logarithmic
                                                                : internal::AxisKind::linear;
+}
+
+/// Powers of two: logarithmic. Skipped steps stand on the curve as dots.
+std::string loss_scale_chart(const Findings& found) {
+  if (found.loss_scale.empty()) return "";
+  internal::LineChart chart;
+  chart.text = {.id = "lossscale",
+                .title = "Loss scale",
+                .x_label = "Step",
+                .y_label = "Factor of the loss",
+                .note = ""};
+  chart.y_kind = internal::AxisKind::logarithmic;
+  chart.series.push_back({"loss scale", "blue", internal::SeriesStyle::line, found.loss_scale});
+  if (!found.skipped.empty()) {
+    chart.series.push_back(
+        {"skipped steps", "orange", internal::SeriesStyle::marks, found.skipped});
+  }
+  return "<section class=\"wide\">" + render(chart) + "</section>\n";
 }
 
 std::string peak_chart(const ReportData& data, const Findings& found) {
@@ -365,12 +399,13 @@ std::string html_report(const ReportData& data) {
   html += timeline_chart(data);
   html += breakdown_table(data, found);
   html += pair(peak_chart(data, found),
-               small_chart("throughput", "Throughput", "Tokens per second", "tokens/s", "aqua",
-                           found.throughput, AxisKind::linear));
+               small_chart("throughput", "Throughput", "Throughput, " + data.item + "s per second",
+                           data.item + "s/s", "aqua", found.throughput, AxisKind::linear));
   html += pair(small_chart("lr", "Learning rate", "Learning rate", "learning rate", "violet",
                            found.lr, AxisKind::linear),
                small_chart("gradnorm", "Gradient norm", "L2 norm before clipping", "gradient norm",
                            "orange", found.grad_norm, grad_norm_axis(found.grad_norm)));
+  html += loss_scale_chart(found);
   html += sample(data);
   html += key_list("Configuration", data.configuration);
   html += key_list("Environment", data.environment);

@@ -41,7 +41,8 @@ struct ReportData {
   double elapsed_s = 0.0;             ///< Training time; 0: that of the last step.
 
   std::string loss_label = "Cross-entropy, nats per token";  ///< What the loss is, with its unit.
-  std::vector<StepMetrics> steps{};                          ///< The whole run, steps ascending.
+  std::string item = "token";        ///< What StepMetrics::tokens counts, in the singular: "image".
+  std::vector<StepMetrics> steps{};  ///< The whole run, steps ascending.
   base::MemoryTimeline step_timeline{};  ///< Live memory during one step, time ascending.
   std::vector<StepPhase> phases{};       ///< Parts of that step.
   std::string timeline_label{};          ///< Which step it was: "step 3".

@@ -129,7 +129,7 @@ TEST(HtmlReportTest, HostileTextIsInertWhereverItStands) {
   const std::size_t scripts = occurrences(html_report(data), "<script");
   for (std::string* text :
        {&data.title, &data.status, &data.created, &data.model, &data.plan, &data.plan_reason,
-        &data.plain_source, &data.timeline_label, &data.loss_label, &data.sample_prompt,
+        &data.plain_source, &data.timeline_label, &data.loss_label, &data.item, &data.sample_prompt,
         &data.sample_text, &data.phases[0].name, &data.phases[1].name, &data.configuration[0].first,
         &data.configuration[0].second, &data.environment[0].first, &data.environment[0].second}) {
     *text = hostile;
@@ -182,6 +182,32 @@ TEST(HtmlReportTest, ANonFiniteLossIsAGapInCurveAndData) {
   EXPECT_EQ(occurrences(chart.substr(begin, chart.find('"', begin) - begin), "M"), 2u);
   EXPECT_FALSE(contains(html, "nan")) << "nan";
   EXPECT_EQ(missing(html, "not finite in 2 steps;"), "");
+}
+
+TEST(HtmlReportTest, TheLossScaleIsDrawnWithItsSkippedSteps) {
+  ReportData data;
+  for (std::int64_t step = 1; step <= 6; ++step) data.steps.push_back({.step = step, .loss = 2.0});
+  EXPECT_FALSE(contains(html_report(data), "Loss scale"));
+  for (auto& step : data.steps) step.loss_scale = step.step < 4 ? 65536.0 : 32768.0;
+  data.steps[2].skipped = true;
+  const std::string html = html_report(data);
+  const auto series = chart_data(html, "lossscale")["series"];
+  EXPECT_EQ(series[0]["y"][3], 32768.0);
+  EXPECT_EQ(series[1]["x"], nlohmann::json({3}));
+  EXPECT_EQ(series[1]["y"], nlohmann::json({65536.0}));
+  EXPECT_EQ(missing(html, "1 of 6 (16.7%): a gradient was not finite"), "");
+  EXPECT_EQ(nesting_fault(html), "");
+}
+
+TEST(HtmlReportTest, ThroughputIsInTheItemsThatTheRunCounts) {
+  ReportData data = example_report();
+  data.item = "image";
+  const std::string html = html_report(data);
+  for (const char* part : {"images/s (median of the steps)", "images/s, median step",
+                           "Throughput, images per second", " images<"}) {
+    EXPECT_EQ(missing(html, part), "");
+  }
+  EXPECT_FALSE(contains(html, "tokens/s"));
 }
 
 TEST(HtmlReportTest, AnEmptyRunIsAReportWithoutData) {

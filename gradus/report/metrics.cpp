@@ -33,6 +33,7 @@ class ObjectWriter {
                                                              : "\"-inf\"");
   }
   void integer(std::string_view name, std::int64_t value) { member(name, std::to_string(value)); }
+  void boolean(std::string_view name, bool value) { member(name, value ? "true" : "false"); }
   void object(std::string_view name, ObjectWriter value) { member(name, value.take()); }
   std::string take() { return text_ + "}"; }
 
@@ -53,6 +54,8 @@ std::string to_line(const StepMetrics& metrics) {
   if (metrics.validation_loss) out.number("validation_loss", *metrics.validation_loss);
   out.number("lr", metrics.lr);
   out.number("grad_norm", metrics.grad_norm);
+  if (metrics.loss_scale) out.number("loss_scale", *metrics.loss_scale);
+  if (metrics.skipped) out.boolean("skipped", true);
   out.integer("tokens", metrics.tokens);
   out.number("tokens_per_s", metrics.tokens_per_s);
   out.integer("peak_bytes", metrics.peak_bytes);
@@ -89,6 +92,8 @@ StepMetrics from_line(std::string_view line) {
     metrics.validation_loss = number(object, "validation_loss");
   metrics.lr = number(object, "lr");
   metrics.grad_norm = number(object, "grad_norm");
+  if (object.contains("loss_scale")) metrics.loss_scale = number(object, "loss_scale");
+  metrics.skipped = object.value("skipped", false);
   metrics.tokens = object.at("tokens").get<std::int64_t>();
   metrics.tokens_per_s = number(object, "tokens_per_s");
   metrics.peak_bytes = object.at("peak_bytes").get<std::int64_t>();

@@ -25,7 +25,9 @@ struct StepMetrics {
   std::int64_t peak_bytes = 0;   ///< Highest live memory during this step.
   base::MemoryBreakdown peak{};  ///< Live memory at that moment, by category.
   std::optional<double> validation_loss{};  ///< If the model was evaluated after this step.
-  std::map<std::string, double> extra{};    ///< Further numbers by name.
+  std::optional<double> loss_scale{};       ///< What the loss was multiplied by, if anything.
+  bool skipped = false;  ///< A gradient overflowed at that scale: no weight was written.
+  std::map<std::string, double> extra{};  ///< Further numbers by name.
 
   bool operator==(const StepMetrics&) const = default;
 };

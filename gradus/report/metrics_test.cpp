@@ -34,6 +34,8 @@ StepMetrics step_metrics(std::int64_t step) {
   metrics.tokens = 512;
   metrics.peak_bytes = 1000 + step;
   metrics.peak[base::MemoryCategory::activations] = 700;
+  if (step % 2 == 0) metrics.loss_scale = 65536.0;
+  metrics.skipped = step % 4 == 0;
   return metrics;
 }
 

@@ -162,7 +162,8 @@ std::string Progress::bar_line(std::size_t width) const {
                     percent(std::min(last_.step, options_.total_steps), options_.total_steps), "%")
               : "";
   const std::string loss = "loss " + loss_text();
-  const std::string rate = internal::short_count(tokens_per_s()) + " tok/s";
+  const std::string rate = internal::short_count(tokens_per_s()) +
+                           (options_.item == "token" ? " tok/s" : " " + options_.item + "s/s");
   std::string memory = base::format_bytes(last_.peak_bytes);
   std::string short_memory = memory;
   if (options_.limit_bytes > 0) {
@@ -218,8 +219,9 @@ std::string Progress::plain_line() const {
     memory += base::join(" of ", base::format_bytes(options_.limit_bytes), " (",
                          percent(last_.peak_bytes, options_.limit_bytes), "%)");
   }
-  return joined({line, "loss " + loss_text(), internal::short_count(tokens_per_s()) + " tokens/s",
-                 memory, time_text()});
+  return joined({line, "loss " + loss_text(),
+                 internal::short_count(tokens_per_s()) + " " + options_.item + "s/s", memory,
+                 time_text()});
 }
 
 std::string Progress::loss_text() const {

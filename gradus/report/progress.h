@@ -23,6 +23,7 @@ struct ProgressOptions {
   std::function<int()>
       measure_columns{};  ///< If set, asked for the width before each redraw (resized windows).
   std::int64_t limit_bytes = 0;    ///< Memory limit; 0 if there is none.
+  std::string item = "token";      ///< What a step's tokens count, in the singular: "image".
   double redraw_interval_s = 0.1;  ///< Terminal: least time between two redraws. >= 0.
   double line_interval_s =
       15.0;  ///< Plain: longest time between two lines; the first ones come sooner. > 0.

@@ -17,7 +17,8 @@ report::MetricsWriter open_metrics(const std::string& directory, std::int64_t fi
 }  // namespace
 
 RunLog::RunLog(const std::string& run_directory, std::int64_t first_step, std::int64_t total_steps,
-               std::int64_t limit_bytes, const TrainerEnvironment& environment)
+               std::int64_t limit_bytes, const TrainerEnvironment& environment,
+               const std::string& item)
     : directory_(run_directory),
       metrics_(open_metrics(run_directory, first_step)),
       board_(fs::path(run_directory) / "tensorboard",
@@ -28,7 +29,10 @@ RunLog::RunLog(const std::string& run_directory, std::int64_t first_step, std::i
                  .is_terminal = environment.terminal.is_terminal,
                  .unicode = environment.terminal.unicode,
                  .columns = environment.terminal.columns,
-                 .limit_bytes = limit_bytes}) {}
+                 .limit_bytes = limit_bytes,
+                 .item = item}) {
+  report_.item = item;
+}
 
 void RunLog::step(const report::StepMetrics& metrics) {
   metrics_.append(metrics);
@@ -38,6 +42,10 @@ void RunLog::step(const report::StepMetrics& metrics) {
       {"train/grad_norm", metrics.grad_norm},
       {"train/tokens_per_s", metrics.tokens_per_s},
       {"memory/peak_bytes", static_cast<double>(metrics.peak_bytes)}};
+  if (metrics.loss_scale) {
+    values.emplace_back("amp/loss_scale", *metrics.loss_scale);
+    values.emplace_back("amp/skipped", metrics.skipped ? 1.0 : 0.0);
+  }
   if (metrics.validation_loss) values.emplace_back("validation/loss", *metrics.validation_loss);
   board_.scalars(values, metrics.step);
   peak_bytes_ = std::max(peak_bytes_, metrics.peak_bytes);

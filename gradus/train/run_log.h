@@ -15,9 +15,11 @@ namespace gradus::train {
 /// All that a run writes for people: progress, metrics.jsonl, TensorBoard events and report.html.
 class RunLog {
  public:
-  /// Continues an earlier log from @p first_step (0: a new one).
+  /// Continues an earlier log from @p first_step (0: a new one). @p item is what
+  /// StepMetrics::tokens counts, in the singular.
   RunLog(const std::string& run_directory, std::int64_t first_step, std::int64_t total_steps,
-         std::int64_t limit_bytes, const TrainerEnvironment& environment);
+         std::int64_t limit_bytes, const TrainerEnvironment& environment,
+         const std::string& item = "token");
 
   void step(const report::StepMetrics& metrics);
   void note(const std::string& text) { progress_.note(text); }

@@ -231,9 +231,10 @@ std::string render(const LineChart& chart) {
     const auto points = downsample(series.points, kMaxPoints);
     if (points.empty()) continue;
     const char* style = series.style == SeriesStyle::faint ? "faint" : "line";
-    const std::string d = path(points, drawing.x, drawing.y);
-    drawing.shapes += svg_path(d, color(series.color), style);
-    if (series.style == SeriesStyle::dots) {
+    if (series.style != SeriesStyle::marks) {
+      drawing.shapes += svg_path(path(points, drawing.x, drawing.y), color(series.color), style);
+    }
+    if (series.style == SeriesStyle::dots || series.style == SeriesStyle::marks) {
       std::string dots;
       for (const auto& point : points) {
         const std::string dot = path({point}, drawing.x, drawing.y);

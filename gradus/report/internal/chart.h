@@ -13,6 +13,7 @@ enum class SeriesStyle {
   line,   ///< A line.
   faint,  ///< A thin pale line behind others (raw values behind their average).
   dots,   ///< A line with a dot at each point (rare measurements).
+  marks,  ///< Dots alone (events).
 };
 
 struct Series {
