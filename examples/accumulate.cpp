@@ -4,6 +4,7 @@
 
 #include <torch/torch.h>
 
+#include <gradus/accumulate/micro_batch.h>
 #include <gradus/gradus.h>
 
 int main() {
@@ -23,7 +24,26 @@ int main() {
   window.backward(mean_loss(8, 4), 4);
   const auto result = window.finish();
   const double difference = (model->weight.grad() - whole).abs().max().item<double>();
-  std::printf("loss %.6f over %.0f tokens; gradients differ by %.1e\n", result.loss, result.weight,
+  std::printf("%s; gradients differ by %.1e\n", gradus::accumulate::describe(result).c_str(),
               difference);
-  return difference < 1e-6 ? 0 : 1;
+  model->zero_grad();
+
+  // The same step, cut as memory wants it: the largest micro-batch that fits, and as many of them
+  // as the effective batch takes.
+  const auto found = gradus::accumulate::find_micro_batch(
+      *model, [&](std::int64_t size) { return mean_loss(0, size); },
+      {.largest = 12, .limit_bytes = 420});
+  gradus::accumulate::GradientWindow again(
+      model->parameters(),
+      {.normalisation = gradus::accumulate::Normalisation::examples, .effective_batch = 12});
+  std::int64_t begin = 0;
+  for (const std::int64_t size : gradus::accumulate::split_batch(12, found.size)) {
+    again.backward(mean_loss(begin, size), static_cast<double>(size));
+    begin += size;
+  }
+  const auto step = again.finish();
+  const double again_difference = (model->weight.grad() - whole).abs().max().item<double>();
+  std::printf("%s\n%s; gradients differ by %.1e\n", gradus::accumulate::describe(found).c_str(),
+              gradus::accumulate::describe(step).c_str(), again_difference);
+  return difference < 1e-6 && again_difference < 1e-6 && step.examples == 12 ? 0 : 1;
 }
