@@ -10,7 +10,6 @@
 #include <iostream>
 #include <numeric>
 #include <optional>
-#include <sstream>
 
 #include <unistd.h>
 
@@ -21,6 +20,7 @@
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
+#include <gradus/base/one_line.h>
 #include <gradus/optim/adamw.h>
 #include <gradus/optim/clip.h>
 #include <gradus/optim/schedule.h>
@@ -372,21 +372,8 @@ void compare(Subject& subject, const RunOptions& options, std::ostream& out) {
   out << '\n' << comparison_table(text, runs) << "\nreport " << page << std::endl;
 }
 
-// An error is one line: those of a list are joined.
-std::string one_line(const std::string& text) {
-  std::string line;
-  std::istringstream lines(text);
-  for (std::string part; std::getline(lines, part);) {
-    part.erase(0, part.find_first_not_of(' '));
-    if (part.empty()) continue;
-    if (!line.empty()) line += line.ends_with(':') ? " " : "; ";
-    line += part;
-  }
-  return line;
-}
-
 int fail(const CLI::App& app, const std::string& message, int code) {
-  std::cerr << app.get_name() << ": error: " << one_line(message) << '\n';
+  std::cerr << app.get_name() << ": error: " << base::one_line(message) << '\n';
   return code;
 }
 

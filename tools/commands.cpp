@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -23,6 +22,7 @@
 
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
+#include <gradus/base/one_line.h>
 #include <gradus/data/token_file.h>
 #include <gradus/distributed/comm/spawn.h>
 #include <gradus/report/plan_page.h>
@@ -293,21 +293,8 @@ int run_launch(const LaunchArguments& arguments) {
   return result.interrupted_by == 0 ? 0 : 128 + result.interrupted_by;
 }
 
-// An error is one line: those of a list are joined.
-std::string one_line(const std::string& text) {
-  std::string line;
-  std::istringstream lines(text);
-  for (std::string part; std::getline(lines, part);) {
-    part.erase(0, part.find_first_not_of(' '));
-    if (part.empty()) continue;
-    if (!line.empty()) line += line.ends_with(':') ? " " : "; ";
-    line += part;
-  }
-  return line;
-}
-
 int fail(const std::string& message, int code) {
-  std::cerr << "gradus: error: " << one_line(message) << '\n';
+  std::cerr << "gradus: error: " << base::one_line(message) << '\n';
   return code;
 }
 

@@ -8,7 +8,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
-#include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
@@ -19,6 +18,7 @@ namespace {
 
 using internal::error_of;
 using internal::gap;
+using internal::loss_of;
 
 constexpr TransformerOptions kTiny{.source_vocabulary = 9,
                                    .target_vocabulary = 11,
@@ -35,18 +35,7 @@ TransformerOptions untied() {
   return options;
 }
 
-class TransformerTest : public internal::ModelTest {
- protected:
-  const at::Tensor source_ = torch::tensor({{3, 1, 4, 1, 5}, {2, 7, 1, 0, 0}});
-  const at::Tensor padding_ = torch::tensor({{0, 0, 0, 0, 0}, {0, 0, 0, 1, 1}}).to(torch::kBool);
-  const at::Tensor target_ = torch::tensor({{1, 6, 1, 8}, {1, 2, 5, 10}});
-};
-
-at::Tensor loss_of(Transformer& model, const at::Tensor& source, const at::Tensor& target,
-                   const at::Tensor& next, const at::Tensor& padding) {
-  return torch::nn::functional::cross_entropy(model->forward(source, target, padding).flatten(0, 1),
-                                              next.flatten());
-}
+class TransformerTest : public internal::TranslatorTest {};
 
 // The whole model again from its state, in unfused operators.
 class Reference {

@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/nn/functional/loss.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
@@ -28,6 +29,22 @@ class ModelTest : public ::testing::Test {
     torch::manual_seed(1);
   }
 };
+
+// Two sentence pairs, of which the second source ends early.
+class TranslatorTest : public ModelTest {
+ protected:
+  const at::Tensor source_ = torch::tensor({{3, 1, 4, 1, 5}, {2, 7, 1, 0, 0}});
+  const at::Tensor padding_ = torch::tensor({{0, 0, 0, 0, 0}, {0, 0, 0, 1, 1}}).to(torch::kBool);
+  const at::Tensor target_ = torch::tensor({{1, 6, 1, 8}, {1, 2, 5, 10}});
+};
+
+// Mean cross entropy of a translator's @p next tokens.
+template <typename Translator>
+at::Tensor loss_of(Translator& model, const at::Tensor& source, const at::Tensor& target,
+                   const at::Tensor& next, const at::Tensor& padding) {
+  return torch::nn::functional::cross_entropy(model->forward(source, target, padding).flatten(0, 1),
+                                              next.flatten());
+}
 
 inline std::string error_of(const std::function<void()>& call) {
   try {
