@@ -243,7 +243,9 @@ class Compressor final : public plane::saved::Hooks {
       : options_(std::move(options)),
         quantiser_(quantised_bits(options_.lossy).value_or(8), options_.rounding) {}
 
-  std::optional<Packed> pack(const Value& value) override {
+  std::optional<Packed> pack(const Value& value) override { return pack_within(value, 1.0); }
+
+  std::optional<Packed> pack_within(const Value& value, double max_ratio) {
     const std::int64_t bytes = plain_bytes(value.tensor);
     if (!eligible(value.tensor, bytes) || (options_.keep && options_.keep(value))) {
       counts_->left(bytes);
@@ -253,6 +255,11 @@ class Compressor final : public plane::saved::Hooks {
     bool shared = false;
     std::optional<Encoded> encoded = choose(value, shared);
     const double seconds = options_.clock() - start_s;
+    if (encoded && !shared &&
+        static_cast<double>(bytes_of(encoded->packed.payload)) >
+            max_ratio * static_cast<double>(bytes)) {
+      encoded.reset();
+    }
     if (!encoded) {
       counts_->left(bytes);
       return std::nullopt;
@@ -451,7 +458,8 @@ CompressGuard::CompressGuard(const CompressOptions& options) {
   GRADUS_CHECK("compress", options.clock != nullptr, "clock must be set; got none");
   compressor_ = std::make_shared<internal::Compressor>(options);
   origins_guard_ = plane::op::push(plane::op::Order::gather, compressor_->origins());
-  saved_guard_ = plane::saved::push(plane::saved::Order::compress, compressor_);
+  if (options.on_save)
+    saved_guard_ = plane::saved::push(plane::saved::Order::compress, compressor_);
 }
 
 CompressGuard::~CompressGuard() = default;
@@ -469,6 +477,11 @@ CompressGuard& CompressGuard::operator=(CompressGuard&& other) noexcept {
 std::optional<Probe> CompressGuard::probe(const plane::saved::Value& value) const {
   const at::NoGradGuard no_grad;
   return compressor_->probe(value);
+}
+std::optional<plane::saved::Packed> CompressGuard::encode(const plane::saved::Value& value,
+                                                          double max_ratio) const {
+  const at::NoGradGuard no_grad;
+  return compressor_->pack_within(value, max_ratio);
 }
 CompressStatistics CompressGuard::statistics() const { return compressor_->statistics(); }
 RoundingState CompressGuard::rounding() const { return compressor_->rounding(); }

@@ -42,6 +42,8 @@ struct CompressOptions {
   /// True for tensors to leave alone, besides parameters, buffers and whatever else came from
   /// outside. May be called from several threads.
   std::function<bool(const plane::saved::Value&)> keep = nullptr;
+  /// Encode what autograd saves. False: nothing but what encode() is given.
+  bool on_save = true;
   /// True for operators whose saved tensors may be lossy; default: lossy_by_default().
   std::function<bool(const plane::saved::Value&)> may_lose = nullptr;
   RoundingState rounding = {};                  ///< Where stochastic rounding starts.
@@ -132,6 +134,12 @@ class [[nodiscard]] CompressGuard {
   /// statistics() and rounding(). Each value on its own: what several operators save is encoded
   /// once by the guard, where they need the same of it.
   std::optional<Probe> probe(const plane::saved::Value& value) const;
+
+  /// Encodes @p value as the guard's own hooks would, for a technique that keeps saved tensors
+  /// itself; nullopt where they would leave it alone, or the form takes more than @p max_ratio of
+  /// its bytes. Counts in statistics().
+  std::optional<plane::saved::Packed> encode(const plane::saved::Value& value,
+                                             double max_ratio = 1.0) const;
 
   CompressStatistics statistics() const;
   /// For CompressOptions::rounding of a run that goes on from here with the same numbers.

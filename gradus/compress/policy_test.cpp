@@ -752,5 +752,25 @@ TEST_F(PolicyTest, StatisticsCountBytesAndTheClocksSeconds) {
   EXPECT_EQ(s.restore_s, 0.5);
 }
 
+TEST_F(PolicyTest, EncodesForOthersWhatItIsGivenAndNothingElse) {
+  const CompressGuard guard({.on_save = false});
+  at::Tensor made, y;
+  {
+    const at::Tensor x = torch::randn({64, 1024}).requires_grad_();
+    made = (x * 2).relu();
+    y = made.sum();
+  }
+  EXPECT_EQ(guard.statistics().total().tensors, 0);
+  const Value value{made.detach(), "aten::relu", true};
+  const std::optional<Packed> small = guard.encode(value, 0.5);
+  ASSERT_TRUE(small.has_value());
+  EXPECT_TRUE(small->restore(small->payload).gt(0).equal(made.gt(0)));
+  EXPECT_EQ(guard.statistics()[Method::binarize].tensors, 1);
+  // Half of its values are zero: not so small for who reads all of them.
+  EXPECT_FALSE(guard.encode({made.detach(), "aten::mm", true}, 0.5).has_value());
+  EXPECT_TRUE(guard.encode({made.detach(), "aten::mm", true}, 0.9).has_value());
+  EXPECT_EQ(guard.statistics().total().tensors, 2);
+}
+
 }  // namespace
 }  // namespace gradus::compress

@@ -28,7 +28,8 @@ struct PlannedBudgetOptions {
   std::optional<compress::CompressOptions> compression{};
   double planning_seconds = 2.0;  ///< For each plan, > 0; the first takes a quarter.
   std::int64_t replan_after = 3;  ///< Strayed passes that make a new trace worth it, >= 1.
-  std::int64_t max_plans = 8;     ///< Plans made before online eviction has the last word, >= 1.
+  std::int64_t max_programs = 4;  ///< Programs whose plans are kept, >= 1; the latest ones.
+  std::int64_t max_plans = 16;    ///< Plans made in all, >= 1; then what has none has none.
   std::function<void(const MemoryPlan&)> on_plan{};  ///< Told of each plan, on the training thread.
 };
 
@@ -37,13 +38,15 @@ struct PlannedBudgetOptions {
 ///     gradus::plan::PlannedBudget budget({.limit_bytes = 600_MiB});
 ///     for (...) { model->forward(x).backward(); optimizer.step(); }
 ///
-/// The first pass runs under online eviction, within the limit already, and is traced; a plan is
-/// made before the second pass from its bytes and times. The second pass is traced too, now with
-/// the optimizer's state and the gradients in memory, and the plan made again from it. Later passes
-/// follow it. After some passes of other shapes a new trace is taken; where plans keep straying,
-/// online eviction goes on alone. Traced passes compress nothing, so the first plan that does is
-/// the second. Gradients are bit for bit those of the plain program, unless lossy compression is
-/// allowed. Rules as for recompute::MemoryBudget: one a thread.
+/// The first pass runs under online eviction, within the limit already, and is traced; what
+/// compression makes half as large it keeps in that form. A plan is made before the second pass
+/// from its bytes and times. The second pass is traced too, now with the optimizer's state and the
+/// gradients in memory, and the plan made again from it. Later passes follow it.
+///
+/// Programs are told apart by their calls: training passes of two shapes, another loss. Each has a
+/// plan of its own. After some passes that follow none, or where more is in memory before a pass
+/// than there was, passes are traced again. Gradients are bit for bit those of the plain program,
+/// unless lossy compression is allowed. Rules as for recompute::MemoryBudget: one a thread.
 /// @throws UserError on options outside their ranges, and as the constructors of
 ///   offload::OffloadGuard and compress::CompressGuard.
 class [[nodiscard]] PlannedBudget {
@@ -53,7 +56,8 @@ class [[nodiscard]] PlannedBudget {
   PlannedBudget(const PlannedBudget&) = delete;
   PlannedBudget& operator=(const PlannedBudget&) = delete;
 
-  /// The plan that passes follow now; null before there is one, and while online eviction runs.
+  /// The plan of the program that ran last; null before there is one, and while online eviction
+  /// runs.
   std::shared_ptr<const MemoryPlan> plan() const;
   /// The trace it was made from; null as above.
   std::shared_ptr<const recompute::StepTrace> trace() const;

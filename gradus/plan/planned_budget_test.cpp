@@ -1,5 +1,12 @@
 #include <gradus/plan/planned_budget.h>
 
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <utility>
+
+#include <unistd.h>
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -156,6 +163,39 @@ std::int64_t limit_for(const Program& program, std::int64_t plain_peak, double s
   return floor + static_cast<std::int64_t>(share * static_cast<double>(plain_peak - floor));
 }
 
+void expect_equal(const Outcome& got, const Outcome& plain) {
+  ASSERT_EQ(got.gradients.size(), plain.gradients.size());
+  for (std::size_t k = 0; k < got.gradients.size(); ++k)
+    EXPECT_TRUE(torch::equal(got.gradients[k], plain.gradients[k])) << "parameter " << k;
+}
+
+void forget_gradients(const Program& program) {
+  for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+}
+
+// Runs @p program some times under @p budget; the last outcome.
+Outcome passes(const PlannedBudget& budget, const Program& program, const Outcome& plain,
+               std::int64_t limit, int times) {
+  Outcome got;
+  for (int i = 0; i < times; ++i) {
+    SCOPED_TRACE(base::join(program.name, ", pass ", i, ", plans ", budget.plans_made()));
+    got = Outcome();  // its gradients are not of the next pass
+    got = pass(program, 5);
+    EXPECT_LE(got.peak_bytes, limit);
+    expect_equal(got, plain);
+  }
+  return got;
+}
+
+std::int64_t count_left(const MemoryPlan& plan) {
+  return std::count(plan.dispositions.begin(), plan.dispositions.end(),
+                    recompute::Disposition::leave);
+}
+
+void expect_near(std::int64_t predicted, std::int64_t measured) {
+  EXPECT_NEAR(static_cast<double>(predicted) / static_cast<double>(measured), 1.0, 0.03);
+}
+
 TEST(PlannedBudgetTest, MeetsTheLimitWithEqualGradientsAndThePredictedPeak) {
   at::set_num_threads(1);
   MemoryTracker::install();
@@ -163,7 +203,7 @@ TEST(PlannedBudgetTest, MeetsTheLimitWithEqualGradientsAndThePredictedPeak) {
        std::vector<std::function<Program()>>{[] { return transformer(6, 8); }, unet, chain}) {
     const Program program = make();
     const Outcome plain = pass(program, 5);
-    for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+    forget_gradients(program);
     // Three of its feature maps alone are half of what the U-Net takes.
     const std::vector<double> shares =
         program.name == "unet" ? std::vector{0.8} : std::vector{0.75, 0.5};
@@ -171,14 +211,7 @@ TEST(PlannedBudgetTest, MeetsTheLimitWithEqualGradientsAndThePredictedPeak) {
       SCOPED_TRACE(base::join(program.name, " at ", share));
       const std::int64_t limit = limit_for(program, plain.peak_bytes, share);
       PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.2});
-      Outcome got;
-      for (int i = 0; i < 5; ++i) {
-        got = Outcome();
-        got = pass(program, 5);
-        EXPECT_LE(got.peak_bytes, limit);
-        for (std::size_t k = 0; k < got.gradients.size(); ++k)
-          EXPECT_TRUE(torch::equal(got.gradients[k], plain.gradients[k])) << "pass " << i;
-      }
+      const Outcome got = passes(budget, program, plain, limit, 5);
       if (program.name == "unet" && budget.plan() == nullptr) {
         // Batch norm saves its statistics and not its result, which one call's trace cannot tell
         // apart: the planner is careful, and online eviction goes on.
@@ -186,8 +219,7 @@ TEST(PlannedBudgetTest, MeetsTheLimitWithEqualGradientsAndThePredictedPeak) {
         continue;
       }
       ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
-      const auto predicted = static_cast<double>(budget.plan()->predicted_peak_bytes);
-      EXPECT_NEAR(predicted / static_cast<double>(got.peak_bytes), 1.0, 0.03);
+      expect_near(budget.plan()->predicted_peak_bytes, got.peak_bytes);
       EXPECT_EQ(budget.plans_made(), 2);
       EXPECT_EQ(budget.statistics().strayed_passes, 0);
       EXPECT_GT(budget.statistics().replayed, 0);
@@ -199,16 +231,14 @@ TEST(PlannedBudgetTest, TracesAgainWhenShapesChangeForGood) {
   at::set_num_threads(1);
   const Program first = transformer(4, 8), second = transformer(4, 10);
   const Outcome plain = pass(first, 5), other = pass(second, 5);
-  for (const Program* program : {&first, &second})
-    for (auto& p : program->module->parameters()) p.mutable_grad() = at::Tensor();
+  for (const Program* program : {&first, &second}) forget_gradients(*program);
   PlannedBudget budget({.limit_bytes = limit_for(second, other.peak_bytes, 0.7),
                         .planning_seconds = 0.2,
                         .replan_after = 2});
   const auto run = [&](const Program& program, const Outcome& expected) {
     const Outcome got = pass(program, 5);
-    for (std::size_t k = 0; k < got.gradients.size(); ++k)
-      EXPECT_TRUE(torch::equal(got.gradients[k], expected.gradients[k]));
-    for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+    expect_equal(got, expected);
+    forget_gradients(program);
   };
   for (int i = 0; i < 4; ++i) run(first, plain);
   EXPECT_EQ(budget.plans_made(), 2);
@@ -233,7 +263,7 @@ TEST(PlannedBudgetTest, MovesWhatIsCheaperToMove) {
   at::set_num_threads(1);
   const Program program = chain();
   const Outcome plain = pass(program, 5);
-  for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+  forget_gradients(program);
   PlannedBudgetOptions options;
   options.limit_bytes = limit_for(program, plain.peak_bytes, 0.5);
   options.offload = offload::OffloadOptions();
@@ -243,8 +273,7 @@ TEST(PlannedBudgetTest, MovesWhatIsCheaperToMove) {
   for (int i = 0; i < 5; ++i) {
     const Outcome got = pass(program, 5);
     EXPECT_LE(got.peak_bytes, options.limit_bytes);
-    for (std::size_t k = 0; k < got.gradients.size(); ++k)
-      EXPECT_TRUE(torch::equal(got.gradients[k], plain.gradients[k]));
+    expect_equal(got, plain);
   }
   ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
   EXPECT_GT(budget.plan()->simulation.moved_bytes, 0);
@@ -262,20 +291,11 @@ TEST(PlannedBudgetTest, LeavesReluResultsToCompressionAndIsFasterForIt) {
   at::set_num_threads(1);
   const Program program = vgg();
   const Outcome plain = pass(program, 5);
-  for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+  forget_gradients(program);
   // So little that not even all that is quickly made again, or encoded beside, is enough.
   const std::int64_t limit = limit_for(program, plain.peak_bytes, 0.38);
   PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.3});
-  Outcome got;
-  for (int i = 0; i < 5; ++i) {
-    // The first two passes are traced.
-    EXPECT_EQ(budget.compression().total().tensors > 0, i > 2);
-    got = Outcome();
-    got = pass(program, 5);
-    EXPECT_LE(got.peak_bytes, limit);
-    for (std::size_t k = 0; k < got.gradients.size(); ++k)
-      EXPECT_TRUE(torch::equal(got.gradients[k], plain.gradients[k])) << "pass " << i;
-  }
+  const Outcome got = passes(budget, program, plain, limit, 5);
   const auto plan = budget.plan();
   ASSERT_NE(plan, nullptr) << budget.refusal();
   EXPECT_EQ(budget.plans_made(), 2);
@@ -288,8 +308,7 @@ TEST(PlannedBudgetTest, LeavesReluResultsToCompressionAndIsFasterForIt) {
     relu += plan->eviction.calls[c].op == "aten::relu" ? 1 : 0;
   }
   EXPECT_GT(relu, 0);
-  const auto predicted = static_cast<double>(plan->predicted_peak_bytes);
-  EXPECT_NEAR(predicted / static_cast<double>(got.peak_bytes), 1.0, 0.03);
+  expect_near(plan->predicted_peak_bytes, got.peak_bytes);
 
   const auto statistics = budget.compression();
   EXPECT_GT(statistics[compress::Method::binarize].restores, 0);
@@ -306,14 +325,13 @@ TEST(PlannedBudgetTest, CompressesNothingWhereThatIsTurnedOffOrNothingHasZeros) 
   at::set_num_threads(1);
   const auto run = [](const Program& program, bool compress) {
     const Outcome plain = pass(program, 5);
-    for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+    forget_gradients(program);
     const std::int64_t limit = limit_for(program, plain.peak_bytes, 0.75);
     PlannedBudget budget({.limit_bytes = limit, .compress = compress, .planning_seconds = 0.2});
     for (int i = 0; i < 4; ++i) {
       const Outcome got = pass(program, 5);
       EXPECT_LE(got.peak_bytes, limit);
-      for (std::size_t k = 0; k < got.gradients.size(); ++k)
-        EXPECT_TRUE(torch::equal(got.gradients[k], plain.gradients[k])) << "pass " << i;
+      expect_equal(got, plain);
     }
     ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
     EXPECT_EQ(budget.statistics().strayed_passes, 0);
@@ -329,7 +347,7 @@ TEST(PlannedBudgetTest, LosesPrecisionOnlyWhereThatIsAllowed) {
   at::set_num_threads(1);
   const Program program = chain();
   const Outcome plain = pass(program, 5);
-  for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+  forget_gradients(program);
   PlannedBudgetOptions options;
   options.limit_bytes = limit_for(program, plain.peak_bytes, 0.5);
   options.planning_seconds = 0.3;
@@ -348,29 +366,29 @@ TEST(PlannedBudgetTest, LosesPrecisionOnlyWhereThatIsAllowed) {
   EXPECT_GT(lossy_tensors(budget.compression()), 0);
 }
 
-TEST(PlannedBudgetTest, TracesWholePassesAgainAfterPlansThatCompress) {
+TEST(PlannedBudgetTest, PlansThatCompressAreKeptForProgramsThatComeBack) {
   at::set_num_threads(1);
   const Program small = vgg(4), large = vgg(5);
   const Outcome plain = pass(small, 5), other = pass(large, 5);
-  for (const Program* program : {&small, &large})
-    for (auto& p : program->module->parameters()) p.mutable_grad() = at::Tensor();
+  for (const Program* program : {&small, &large}) forget_gradients(*program);
   const std::int64_t limit = limit_for(large, other.peak_bytes, 0.5);
   PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.2, .replan_after = 1});
   const auto run = [&](const Program& program, const Outcome& expected) {
     const Outcome got = pass(program, 5);
     EXPECT_LE(got.peak_bytes, limit);
-    for (std::size_t k = 0; k < got.gradients.size(); ++k)
-      EXPECT_TRUE(torch::equal(got.gradients[k], expected.gradients[k]));
-    for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+    expect_equal(got, expected);
+    forget_gradients(program);
   };
   for (int i = 0; i < 3; ++i) run(large, other);
   const auto compressed = budget.compression().total().tensors;
   EXPECT_GT(compressed, 0);
   for (int i = 0; i < 5; ++i) run(small, plain);
   EXPECT_EQ(budget.plans_made(), 4);
-  for (int i = 0; i < 2; ++i) run(large, other);  // strays, is traced
+  // The first one, and the one that was traced for it.
+  EXPECT_EQ(budget.statistics().strayed_passes, 2);
   for (int i = 0; i < 3; ++i) run(large, other);
-  EXPECT_EQ(budget.plans_made(), 6);
+  EXPECT_EQ(budget.plans_made(), 4);
+  EXPECT_EQ(budget.statistics().strayed_passes, 2);
   EXPECT_GT(budget.compression().total().tensors, compressed);
   const auto& trace = *budget.trace();
   for (const auto& call : trace.calls)
@@ -394,22 +412,219 @@ TEST(PlannedBudgetTest, PassesEndWhereAlmostAllThatIsSavedIsLeftToCompression) {
                           return sum;
                         }};
   const Outcome plain = pass(program, 5);
-  for (auto& p : program.module->parameters()) p.mutable_grad() = at::Tensor();
+  forget_gradients(program);
   const std::int64_t limit = limit_for(program, plain.peak_bytes, 0.4);
   PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.2});
-  Outcome got;
-  for (int i = 0; i < 6; ++i) {
-    got = Outcome();
-    got = pass(program, 5);
-    EXPECT_LE(got.peak_bytes, limit);
-    for (std::size_t k = 0; k < got.gradients.size(); ++k)
-      EXPECT_TRUE(torch::equal(got.gradients[k], plain.gradients[k])) << "pass " << i;
-  }
+  const Outcome got = passes(budget, program, plain, limit, 6);
   ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
   EXPECT_GT(budget.compression()[compress::Method::binarize].restores, 0);
   const auto statistics = budget.statistics();
   EXPECT_EQ(statistics.strayed_passes, 0);
   EXPECT_GE(statistics.planned_passes, 3);  // the last one goes on
+}
+
+// Each step is small but for what it needs on the way, and ReLU's result is all that backward wants
+// of it; a large gradient is there when backward wants them.
+Program wide_steps() {
+  torch::manual_seed(7);
+  struct Steps : torch::nn::Module {
+    Steps() {
+      for (int i = 0; i < 24; ++i)
+        weights.push_back(register_parameter(base::join("w", i), torch::randn({16}) / 16));
+      large = register_parameter("large", torch::randn({1 << 20}));
+    }
+    std::vector<at::Tensor> weights;
+    at::Tensor large;
+  };
+  auto steps = std::make_shared<Steps>();
+  const auto x = torch::randn({1024, 64});
+  return {"wide steps", steps, [steps, x] {
+            auto y = x;
+            for (const auto& w : steps->weights)
+              y = (y.unsqueeze(-1) + w).sum(-1).mul(1.0 / 16).relu();
+            return y.mean() * steps->large.sum();
+          }};
+}
+
+TEST(PlannedBudgetTest, MeetsALimitFromTheFirstPassThatOnlyCompressionMeets) {
+  at::set_num_threads(1);
+  MemoryTracker::install();
+  const Program program = wide_steps();
+  const Outcome plain = pass(program, 5);
+  forget_gradients(program);
+  // Room for the large gradient, or for what a step needs on the way, and a quarter of the results:
+  // no result can be made again beside the gradient.
+  const std::int64_t limit =
+      MemoryTracker::install().live().total() + (4 << 20) + 24 * (256 << 10) / 4;
+  {
+    const PlannedBudget budget({.limit_bytes = limit, .compress = false});
+    EXPECT_THROW(program.loss().backward(), MemoryLimitError);
+  }
+  PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.3});
+  std::int64_t peak_bytes = 0;
+  for (int i = 0; i < 5; ++i) {
+    SCOPED_TRACE(i);
+    forget_gradients(program);
+    MemoryTracker::install().reset_peak();
+    program.loss().backward();
+    peak_bytes = MemoryTracker::install().peak().total();
+    EXPECT_LE(peak_bytes, limit);
+    const auto parameters = program.module->parameters();
+    for (std::size_t k = 0; k < parameters.size(); ++k)
+      EXPECT_TRUE(torch::equal(parameters[k].grad(), plain.gradients[k])) << "parameter " << k;
+  }
+  ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
+  EXPECT_EQ(budget.plans_made(), 2);
+  EXPECT_GT(count_left(*budget.plan()), 12);
+  EXPECT_EQ(budget.statistics().strayed_passes, 0);
+  EXPECT_GT(budget.statistics().decoded, 0);
+  expect_near(budget.plan()->predicted_peak_bytes, peak_bytes);
+}
+
+TEST(PlannedBudgetTest, MovesToADiskAndLeavesNothingThere) {
+  at::set_num_threads(1);
+  const std::filesystem::path directory =
+      std::filesystem::temp_directory_path() / base::join("gradus_planned_budget_", ::getpid());
+  std::filesystem::create_directories(directory);
+  const Program program = chain();
+  const Outcome plain = pass(program, 5);
+  forget_gradients(program);
+  PlannedBudgetOptions options;
+  options.limit_bytes = limit_for(program, plain.peak_bytes, 0.5);
+  options.offload = offload::OffloadOptions();
+  options.offload->target = offload::Target::disk;
+  options.offload->disk.directory = directory.string();
+  options.bandwidth = offload::Bandwidth{.write_bytes_per_s = 1e15, .read_bytes_per_s = 1e15};
+  options.planning_seconds = 0.3;
+  {
+    PlannedBudget budget(options);
+    const Outcome got = passes(budget, program, plain, options.limit_bytes, 5);
+    ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
+    EXPECT_GT(budget.statistics().offloaded, 0);
+    EXPECT_EQ(budget.statistics().fetched, budget.statistics().offloaded);
+    expect_near(budget.plan()->predicted_peak_bytes, got.peak_bytes);
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(directory));
+  std::filesystem::remove_all(directory);
+}
+
+TEST(PlannedBudgetTest, HasAPlanForEachOfTwoProgramsThatTakeTurns) {
+  at::set_num_threads(1);
+  const Program train = transformer(4, 8);
+  // The same model on another batch, with another loss and with gradients.
+  const auto x = torch::randn({6, 64, 64});
+  const Program check{"check", train.module, [module = train.module, x] {
+                        auto y = x;
+                        for (const auto& block : *module->as<torch::nn::ModuleListImpl>())
+                          y = block->as<Block>()->forward(y);
+                        return y.abs().mean();
+                      }};
+  const Outcome plain = pass(train, 5), other = pass(check, 5);
+  forget_gradients(train);
+  const std::int64_t limit = limit_for(train, plain.peak_bytes, 0.6);
+  PlannedBudget budget({.limit_bytes = limit, .planning_seconds = 0.2});
+  for (int i = 0; i < 4; ++i) {
+    passes(budget, train, plain, limit, 1);
+    passes(budget, check, other, limit, 1);
+  }
+  EXPECT_EQ(budget.plans_made(), 4);
+  for (int i = 0; i < 2; ++i) {
+    for (const auto& [program, expected] : {std::pair(train, plain), std::pair(check, other)}) {
+      const std::int64_t planned = budget.statistics().planned_passes;
+      passes(budget, program, expected, limit, 1);
+      // A pass ends with the first call of the next one.
+      EXPECT_EQ(budget.statistics().planned_passes, planned + 1);
+    }
+  }
+  EXPECT_EQ(budget.plans_made(), 4);
+  // Passes 1 and 2 of four traced ones: of each program the first has no plan of its own.
+  EXPECT_LE(budget.statistics().strayed_passes, 1);
+  ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
+}
+
+TEST(PlannedBudgetTest, SeveralMicroBatchesOfAStepFollowPlansBesideOptimizerState) {
+  at::set_num_threads(1);
+  struct Run {
+    Program model = transformer(4, 8);
+    std::vector<at::Tensor> batches{torch::randn({4, 64, 64}), torch::randn({4, 64, 64}),
+                                    torch::randn({3, 64, 64})};
+    torch::optim::Adam optimizer{model.module->parameters(), torch::optim::AdamOptions(1e-3)};
+    void step(std::int64_t limit) {
+      for (const auto& x : batches) {
+        MemoryTracker::install().reset_peak();
+        auto y = x;
+        for (const auto& block : *model.module->as<torch::nn::ModuleListImpl>())
+          y = block->as<Block>()->forward(y);
+        y.square().mean().backward();
+        if (limit > 0) EXPECT_LE(MemoryTracker::install().peak().total(), limit);
+        peak = std::max(peak, MemoryTracker::install().peak().total());
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    std::int64_t peak = 0;
+  };
+  std::vector<at::Tensor> expected;
+  std::int64_t limit = 0;
+  {
+    Run plain;
+    torch::manual_seed(8);
+    const std::int64_t live = MemoryTracker::install().live().total();
+    for (int i = 0; i < 8; ++i) plain.step(0);
+    for (const auto& p : plain.model.module->parameters()) expected.push_back(p.detach().clone());
+    limit = live + (plain.peak - live) * 7 / 10;
+  }
+  for (auto& p : expected) limit += static_cast<std::int64_t>(p.nbytes());  // which stay
+  Run run;
+  torch::manual_seed(8);
+  std::map<std::size_t, std::int64_t> predicted;  // by program, which differ in bytes
+  PlannedBudgetOptions options{.limit_bytes = limit, .planning_seconds = 0.2};
+  options.on_plan = [&](const MemoryPlan& plan) {
+    std::size_t program = 0;
+    for (const auto& call : plan.eviction.calls) program += static_cast<std::size_t>(call.bytes);
+    predicted[program] = plan.predicted_peak_bytes;
+  };
+  PlannedBudget budget(options);
+  for (int i = 0; i < 7; ++i) run.step(limit);
+  const std::int64_t strayed = budget.statistics().strayed_passes;
+  run.peak = 0;
+  run.step(limit);
+  EXPECT_EQ(budget.statistics().strayed_passes, strayed);
+  for (std::size_t k = 0; k < expected.size(); ++k)
+    EXPECT_TRUE(torch::equal(run.model.module->parameters()[k], expected[k])) << k;
+  ASSERT_NE(budget.plan(), nullptr) << budget.refusal();
+  EXPECT_LE(budget.plans_made(), 8);
+  EXPECT_GT(budget.statistics().replayed, 0);
+  std::int64_t most = 0;
+  for (const auto& [program, bytes] : predicted) most = std::max(most, bytes);
+  expect_near(most, run.peak);
+}
+
+TEST(PlannedBudgetTest, MoreProgramsThanPlansAreKeptForGoOnByOnlineEviction) {
+  at::set_num_threads(1);
+  std::vector<Program> programs;
+  std::vector<Outcome> plain;
+  for (std::int64_t batch = 3; batch <= 6; ++batch) {
+    programs.push_back(transformer(2, batch));
+    plain.push_back(pass(programs.back(), 5));
+    forget_gradients(programs.back());
+  }
+  const std::int64_t limit = limit_for(programs.back(), plain.back().peak_bytes, 0.8);
+  PlannedBudget budget({.limit_bytes = limit,
+                        .planning_seconds = 0.05,
+                        .replan_after = 1,
+                        .max_programs = 2,
+                        .max_plans = 6});
+  bool said = false;
+  for (int i = 0; i < 5; ++i) {
+    for (std::size_t k = 0; k < programs.size(); ++k) {
+      passes(budget, programs[k], plain[k], limit, 1);
+      forget_gradients(programs[k]);
+      said = said || budget.refusal().find("differed from each of 6 plans") != std::string::npos;
+    }
+  }
+  EXPECT_EQ(budget.plans_made(), 6);
+  EXPECT_TRUE(said);
 }
 
 TEST(PlannedBudgetTest, RefusesOptionsOutOfRange) {

@@ -63,6 +63,7 @@ class Planner {
   void keep_or_drop(const std::string& prefix, const Contracted& graph, const Dispositions& base,
                     double share);
   void compressed();
+  void all_compressed();
   void improve();
   Tried judge(const std::string& name, Dispositions dispositions, Simulation simulation) const;
   // Keeping less is no way out where nothing may be made again.
@@ -409,6 +410,25 @@ void Planner::compressed() {
   }
 }
 
+// Whatever it takes: for limits that nothing else meets.
+void Planner::all_compressed() {
+  for (const Disposition rest : {dropped_default_, Disposition::keep}) {
+    Dispositions base(trace_.calls.size(), rest);
+    bool any = false;
+    for (std::size_t c = 0; c < trace_.calls.size(); ++c) {
+      if (!can(Disposition::leave, static_cast<std::int64_t>(c)) ||
+          options_.compressed[c].bytes >= trace_.calls[c].bytes)
+        continue;
+      base[c] = Disposition::leave;
+      any = true;
+    }
+    if (!any) return;
+    consider(
+        rest == Disposition::keep ? "all compressed, rest kept" : "all compressed, rest dropped",
+        base);
+  }
+}
+
 // Changes one result's disposition, or that of two, and keeps what is no slower.
 void Planner::improve() {
   const Tried* start = best();
@@ -604,6 +624,7 @@ std::int64_t Planner::least() {
                            .keep,
                        base));
   }
+  all_compressed();
   find_least();
   return least_;
 }
@@ -624,6 +645,7 @@ MemoryPlan Planner::plan() {
     dear_first(full_);
     keep_or_drop("", reduced_, base, options_.compressed.empty() ? 0.5 : 0.3);
     compressed();
+    all_compressed();
     improve();
   } else {
     even_segments(full_);

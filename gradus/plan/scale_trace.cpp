@@ -55,6 +55,14 @@ class Line {
   std::int64_t small_size_, large_size_, size_;
 };
 
+void check_sizes(std::int64_t small_size, std::int64_t large_size, std::int64_t size) {
+  GRADUS_CHECK("plan", small_size > 0 && large_size > 0 && size > 0, "sizes must be > 0; got ",
+               small_size, ", ", large_size, " and ", size);
+  GRADUS_CHECK("plan", small_size != large_size || size == large_size,
+               "two different sizes are needed to tell of a third; got ", small_size, " twice for ",
+               size);
+}
+
 }  // namespace
 
 std::string program_difference(const StepTrace& a, const StepTrace& b) {
@@ -75,11 +83,7 @@ std::string program_difference(const StepTrace& a, const StepTrace& b) {
 
 StepTrace scale_trace(const StepTrace& small, std::int64_t small_size, const StepTrace& large,
                       std::int64_t large_size, std::int64_t size) {
-  GRADUS_CHECK("plan", small_size > 0 && large_size > 0 && size > 0, "sizes must be > 0; got ",
-               small_size, ", ", large_size, " and ", size);
-  GRADUS_CHECK("plan", small_size != large_size || size == large_size,
-               "two different sizes are needed to tell of a third; got ", small_size, " twice for ",
-               size);
+  check_sizes(small_size, large_size, size);
   const std::string difference = program_difference(small, large);
   GRADUS_CHECK("plan", difference.empty(), "traces of two sizes must be of one program; ",
                difference);
@@ -110,6 +114,26 @@ StepTrace scale_trace(const StepTrace& small, std::int64_t small_size, const Ste
                                 std::max(0.0, large.seconds - large.recording_seconds));
   scaled.replay_seconds = 0.0;  // of a pass not run yet
   scaled.peak_bytes = line.bytes(small.peak_bytes, large.peak_bytes);
+  return scaled;
+}
+
+std::vector<CompressedResult> scale_compressed(const std::vector<CompressedResult>& small,
+                                               std::int64_t small_size,
+                                               const std::vector<CompressedResult>& large,
+                                               std::int64_t large_size, std::int64_t size) {
+  check_sizes(small_size, large_size, size);
+  if (small.empty() || large.empty()) return {};
+  GRADUS_CHECK("plan", small.size() == large.size(),
+               "what compression makes of two sizes must be of one program; got ", small.size(),
+               " and ", large.size(), " calls");
+  const Line line(small_size, large_size, size);
+  std::vector<CompressedResult> scaled(large.size());
+  for (std::size_t i = 0; i < scaled.size(); ++i) {
+    if (small[i].bytes == 0 || large[i].bytes == 0) continue;
+    scaled[i] = {.bytes = std::max<std::int64_t>(1, line.bytes(small[i].bytes, large[i].bytes)),
+                 .encode_seconds = line.seconds(small[i].encode_seconds, large[i].encode_seconds),
+                 .decode_seconds = line.seconds(small[i].decode_seconds, large[i].decode_seconds)};
+  }
   return scaled;
 }
 

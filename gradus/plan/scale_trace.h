@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
+#include <gradus/plan/simulate.h>
 #include <gradus/recompute/step_trace.h>
 
 namespace gradus::plan {
@@ -28,5 +30,13 @@ std::string program_difference(const recompute::StepTrace& a, const recompute::S
 recompute::StepTrace scale_trace(const recompute::StepTrace& small, std::int64_t small_size,
                                  const recompute::StepTrace& large, std::int64_t large_size,
                                  std::int64_t size);
+
+/// The same for what compression makes of each call's results. A call that can be compressed at
+/// one size only (small tensors are left alone) counts as one that cannot.
+/// @throws UserError as scale_trace() on sizes, and if both have entries and not as many.
+std::vector<CompressedResult> scale_compressed(const std::vector<CompressedResult>& small,
+                                               std::int64_t small_size,
+                                               const std::vector<CompressedResult>& large,
+                                               std::int64_t large_size, std::int64_t size);
 
 }  // namespace gradus::plan

@@ -66,6 +66,23 @@ TEST(ScaleTraceTest, OneSizeServesForItselfOnly) {
   EXPECT_THROW(scale_trace(one, 0, one, 1, 2), UserError);
 }
 
+TEST(ScaleTraceTest, WhatCompressionMakesOfResultsGrowsWithThem) {
+  const std::vector<CompressedResult> two{
+      {.bytes = 40, .encode_seconds = 2.0, .decode_seconds = 1.0}, {}, {.bytes = 8}};
+  const std::vector<CompressedResult> three{
+      {.bytes = 60, .encode_seconds = 3.0, .decode_seconds = 1.5}, {.bytes = 9}, {.bytes = 8}};
+  const auto ten = scale_compressed(two, 2, three, 3, 10);
+  ASSERT_EQ(ten.size(), 3u);
+  EXPECT_EQ(ten[0].bytes, 200);
+  EXPECT_DOUBLE_EQ(ten[0].encode_seconds, 10.0);
+  EXPECT_DOUBLE_EQ(ten[0].decode_seconds, 5.0);
+  EXPECT_EQ(ten[1].bytes, 0);  // too small to be compressed at one size
+  EXPECT_EQ(ten[2].bytes, 8);
+  EXPECT_TRUE(scale_compressed({}, 2, three, 3, 10).empty());
+  EXPECT_THROW(scale_compressed({{}}, 2, three, 3, 10), UserError);
+  EXPECT_THROW(scale_compressed(two, 2, two, 2, 10), UserError);
+}
+
 TEST(ScaleTraceTest, RefusesTracesOfTwoPrograms) {
   const StepTrace small = sized(2);
   const auto refusal = [&](const std::function<void(StepTrace&)>& change) -> std::string {

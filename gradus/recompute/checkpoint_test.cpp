@@ -215,8 +215,8 @@ TEST_F(CheckpointTest, AutocastIsEnteredAgainWithItsDtypeAndCacheFlag) {  // M7
                     y = maybe(
                         on,
                         [=](at::Tensor v) mutable {
-                          EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
-                          EXPECT_EQ(at::autocast::is_autocast_cache_enabled(), cache);
+                          EXPECT_TRUE(amp::AutocastState::capture().enabled());
+                          EXPECT_EQ(amp::AutocastState::capture().cache(), cache);
                           auto h = linear(v).relu();
                           EXPECT_EQ(h.scalar_type(), at::kBFloat16);
                           return linear(h);
@@ -225,7 +225,7 @@ TEST_F(CheckpointTest, AutocastIsEnteredAgainWithItsDtypeAndCacheFlag) {  // M7
                     if (backward_inside) y.to(at::kFloat).pow(2).sum().backward();
                   }
                   if (!backward_inside) y.to(at::kFloat).pow(2).sum().backward();
-                  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+                  EXPECT_FALSE(amp::AutocastState::capture().enabled());
                   return std::vector<at::Tensor>{y.detach(), x.grad(), linear->weight.grad(),
                                                  linear->bias.grad()};
                 }),

@@ -11,7 +11,8 @@ enum class Disposition : std::uint8_t {
   keep,       ///< Dropped last of all.
   recompute,  ///< Dropped first, and made again when backward asks for it.
   offload,    ///< Moved away by the budget's Stash, and fetched when backward asks for it.
-  leave,      ///< Not taken: saved-tensor hooks of later orders (compression) get it.
+  leave,      ///< Kept in a smaller form by the budget's Encoder; where there is none, not taken:
+              ///< saved-tensor hooks of later orders get it.
 };
 
 /// One call of the pass, as in StepTrace::calls.

@@ -1,6 +1,7 @@
 #include <gradus/recompute/memory_budget.h>
 
 #include <optional>
+#include <utility>
 
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
@@ -23,6 +24,7 @@ class TapeHooks final : public plane::saved::Hooks {
   std::optional<Packed> pack(const Value& value) override {
     const std::shared_ptr<Content> content = tape_->find(value);
     if (content == nullptr) return std::nullopt;
+    if (std::optional<Packed> small = tape_->encode(content, value)) return small;
     if (tape_->leaves(*content)) {
       tape_->leave();
       const std::shared_ptr<void> lease(nullptr, [tape = tape_](void*) { tape->end_left(); });
@@ -47,7 +49,7 @@ class TapeHooks final : public plane::saved::Hooks {
 
 struct MemoryBudget::State {
   explicit State(const MemoryBudgetOptions& options)
-      : tape(std::make_shared<Tape>(options.stash)),
+      : tape(std::make_shared<Tape>(options.stash, options.encoder, options.encode_unplanned)),
         limit({.device_bytes = options.limit_bytes}),
         pressure([tape = std::weak_ptr(tape)](std::int64_t needed) {
           const auto alive = tape.lock();
@@ -78,10 +80,16 @@ void MemoryBudget::trace(std::function<void(const StepTrace&)> trace,
   state_->tape->trace(std::move(trace), std::move(on_saved));
 }
 
-void MemoryBudget::on_pass(std::function<void()> ended) { state_->tape->on_pass(std::move(ended)); }
+void MemoryBudget::on_pass(std::function<void(const EvictionPlan*)> ended) {
+  state_->tape->on_pass(std::move(ended));
+}
 
 void MemoryBudget::set_plan(std::shared_ptr<const EvictionPlan> plan) {
   state_->tape->set_plan(std::move(plan));
+}
+
+void MemoryBudget::set_plans(std::vector<ProgramPlan> plans) {
+  state_->tape->set_plans(std::move(plans));
 }
 
 BudgetStatistics MemoryBudget::statistics() const { return state_->tape->statistics(); }

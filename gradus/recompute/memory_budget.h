@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include <c10/core/Storage.h>
 
@@ -23,12 +25,32 @@ class Stash {
   virtual c10::Storage get(const std::shared_ptr<void>& handle) = 0;
 };
 
+/// Keeps what autograd saves in fewer bytes.
+class Encoder {
+ public:
+  virtual ~Encoder() = default;
+  /// A smaller form of @p value, of at most @p max_ratio of its bytes; nullopt if there is none.
+  /// Called on the thread that saves it, without gradient recording.
+  virtual std::optional<plane::saved::Packed> encode(const plane::saved::Value& value,
+                                                     double max_ratio) = 0;
+};
+
 struct MemoryBudgetOptions {
   std::int64_t limit_bytes =
       0;  ///< Of all live device memory, > 0: enforced, as by base::MemoryLimit; 0: no limit,
           ///< nothing is dropped (to trace a plain pass).
   std::shared_ptr<const EvictionPlan> plan{};  ///< Null: online eviction. See set_plan().
   std::shared_ptr<Stash> stash{};              ///< For what the plan offloads.
+  std::shared_ptr<Encoder> encoder{};          ///< For what the plan leaves.
+  /// Passes without a plan encode what the encoder makes half as large. A small form goes like
+  /// other values where memory is short all the same: the value is then made again.
+  bool encode_unplanned = false;
+};
+
+/// The plan of one of several programs.
+struct ProgramPlan {
+  std::shared_ptr<const EvictionPlan> plan{};  ///< Its calls tell the program; not null.
+  bool online = false;                         ///< It runs as without a plan all the same.
 };
 
 /// What a budget did so far.
@@ -40,6 +62,8 @@ struct BudgetStatistics {
   double replay_seconds = 0.0;
   std::int64_t offloaded = 0;       ///< Values moved to the stash.
   std::int64_t fetched = 0;         ///< Values brought back.
+  std::int64_t encoded = 0;         ///< Values kept in a smaller form.
+  std::int64_t decoded = 0;         ///< Reads of such.
   std::int64_t planned_passes = 0;  ///< Passes that followed the plan to their end.
   std::int64_t strayed_passes = 0;  ///< Passes that differed from it.
 };
@@ -82,10 +106,14 @@ class [[nodiscard]] MemoryBudget {
   /// traced pass, with the call that made it.
   void trace(std::function<void(const StepTrace&)> trace,
              std::function<void(const plane::saved::Value&, std::int64_t call)> on_saved = nullptr);
-  /// Calls @p ended as each pass ends, where a trace is given; null ends that.
-  void on_pass(std::function<void()> ended);
+  /// Calls @p ended as each pass ends, where a trace is given, with the plan that it followed to
+  /// its end, null if none; null ends that.
+  void on_pass(std::function<void(const EvictionPlan* followed)> ended);
   /// Follows @p plan from the next pass on; null: online eviction.
   void set_plan(std::shared_ptr<const EvictionPlan> plan);
+  /// Each pass follows the first of @p plans that has its calls: of several programs that take
+  /// turns. Where two begin with the same calls, the first is followed until they part.
+  void set_plans(std::vector<ProgramPlan> plans);
 
  private:
   struct State;

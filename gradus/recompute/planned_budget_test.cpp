@@ -6,6 +6,7 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -302,7 +303,7 @@ TEST_F(PlannedBudgetTest, APassThatStraysGoesOnWithoutThePlan) {
   const std::int64_t live = tracker_.live().total();
   MemoryBudget budget({.limit_bytes = live + 9 * kBytes, .plan = keep_all(trace)});
   int passes = 0;
-  budget.on_pass([&] { ++passes; });
+  budget.on_pass([&](const EvictionPlan*) { ++passes; });
   zero_gradient();
   at::Tensor y = leaf_;
   for (int i = 0; i < 12; ++i) y = i == 5 ? y.tanh().cos() : y.tanh().sin();
@@ -353,6 +354,114 @@ TEST_F(PlannedBudgetTest, WhatIsLeftToOthersIsNotTaken) {
   EXPECT_GE(tracker_.live().total() - live, 6 * kBytes);
   y.sum().backward();
   EXPECT_EQ(budget.statistics().evicted, 0);
+}
+
+// Whole numbers in a byte each.
+class ByteEncoder final : public Encoder {
+ public:
+  std::optional<plane::saved::Packed> encode(const plane::saved::Value& value,
+                                             double max_ratio) override {
+    ++asked;
+    if (value.tensor.scalar_type() != at::kFloat || max_ratio < 0.25) return std::nullopt;
+    at::Tensor small = value.tensor.to(at::kChar);
+    if (!small.to(at::kFloat).equal(value.tensor)) return std::nullopt;
+    return plane::saved::Packed{
+        .payload = {std::move(small)},
+        .restore = [](std::vector<at::Tensor> payload) { return payload[0].to(at::kFloat); }};
+  }
+  int asked = 0;
+};
+
+TEST_F(PlannedBudgetTest, SmallerFormsServeBackwardAndGoWhereMemoryIsShortAllTheSame) {
+  const at::Tensor w =
+      torch::randint(0, 2, {1 << 16}).mul(2).sub(1).to(at::kFloat).requires_grad_();
+  const at::Tensor start = torch::randint(-100, 100, {1 << 16}).to(at::kFloat);
+  const auto step = [&] {
+    at::Tensor y = start;
+    for (int i = 0; i < 16; ++i) y = y * w;
+    y.sum().backward();
+    return std::exchange(w.mutable_grad(), at::Tensor());
+  };
+  const at::Tensor plain = step();
+  const auto bytes = static_cast<std::int64_t>(start.nbytes());
+  const auto run = [&](MemoryBudget& budget) {
+    StepTrace trace;
+    budget.trace([&](const StepTrace& pass) { trace = pass; });
+    std::vector<at::Tensor> got;
+    for (int i = 0; i < 2; ++i) got.push_back(step());
+    for (const at::Tensor& gradient : got) EXPECT_TRUE(gradient.equal(plain));
+    return trace;
+  };
+  StepTrace whole;
+  {
+    MemoryBudget recorder({});
+    whole = run(recorder);
+  }
+  struct Case {
+    std::int64_t values;  // that there is room for: all in smaller form, or few of those
+    bool planned, replays;
+  };
+  for (const Case& c : {Case{14, false, false}, Case{9, false, true}, Case{14, true, false}}) {
+    SCOPED_TRACE(testing::Message() << c.values << " " << c.planned);
+    MemoryBudget budget({.limit_bytes = tracker_.live().total() + c.values * bytes,
+                         .encoder = std::make_shared<ByteEncoder>(),
+                         .encode_unplanned = !c.planned});
+    if (c.planned) {
+      const auto plan = keep_all(whole);
+      for (auto& call : plan->calls)
+        if (call.bytes > 0) call.disposition = Disposition::leave;
+      budget.set_plan(plan);
+    }
+    const StepTrace trace = run(budget);
+    const auto statistics = budget.statistics();
+    EXPECT_EQ(statistics.encoded, 2 * 15);  // the first factor is from outside
+    EXPECT_EQ(statistics.replayed > 0, c.replays);
+    EXPECT_EQ(statistics.strayed_passes, 0);
+    if (!c.replays) EXPECT_EQ(statistics.decoded, statistics.encoded);
+    // The trace is that of the plain program, whatever form values had.
+    ASSERT_EQ(trace.calls.size(), whole.calls.size());
+    for (std::size_t i = 0; i < whole.calls.size(); ++i) {
+      EXPECT_EQ(trace.calls[i].saved, whole.calls[i].saved) << i;
+      EXPECT_EQ(trace.calls[i].saved_bytes, whole.calls[i].saved_bytes) << i;
+      EXPECT_EQ(trace.calls[i].reads, whole.calls[i].reads) << i;
+      EXPECT_EQ(trace.calls[i].released_after, whole.calls[i].released_after) << i;
+    }
+    ASSERT_EQ(trace.moments.size(), whole.moments.size());
+    const std::int64_t more = trace.moments[0].rest_bytes - whole.moments[0].rest_bytes;
+    for (std::size_t i = 0; i < whole.moments.size(); ++i) {
+      EXPECT_LE(std::abs(trace.moments[i].rest_bytes - whole.moments[i].rest_bytes - more),
+                bytes / 64)
+          << i;
+    }
+  }
+}
+
+TEST_F(PlannedBudgetTest, APassFollowsThePlanThatHasItsCalls) {
+  const auto branch = [this](int n) {
+    at::Tensor y = leaf_;
+    for (int i = 0; i < 3; ++i) y = y.tanh();
+    for (int i = 0; i < n; ++i) y = y.sin();
+    y.sum().backward();
+  };
+  const auto wave = [this] { leaf_.tanh().cos().sum().backward(); };
+  std::vector<ProgramPlan> plans;
+  for (const int n : {4, 2}) plans.push_back({.plan = keep_all(trace_of([&] { branch(n); }))});
+  plans.push_back({.plan = keep_all(trace_of(wave)), .online = true});
+  MemoryBudget budget({});
+  std::vector<const EvictionPlan*> followed;
+  budget.on_pass([&](const EvictionPlan* plan) { followed.push_back(plan); });
+  budget.set_plans(plans);
+  branch(4);
+  branch(2);  // ends where the first goes on
+  wave();
+  branch(3);  // of none
+  branch(4);
+  wave();
+  const std::vector<const EvictionPlan*> expected{
+      plans[0].plan.get(), plans[1].plan.get(), plans[2].plan.get(), nullptr, plans[0].plan.get()};
+  EXPECT_EQ(followed, expected);
+  EXPECT_EQ(budget.statistics().strayed_passes, 1);
+  EXPECT_EQ(budget.statistics().planned_passes, 4);
 }
 
 TEST_F(PlannedBudgetTest, RandomProgramsEqualPlainUnderRandomPlans) {

@@ -36,15 +36,6 @@ auto maybe(bool checkpointed, Fn fn, Args... args) {
   return checkpointed ? checkpoint(kReentrant, fn, args...) : fn(args...);
 }
 
-std::string error_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST_F(ReentrantTest, ModulesOfManyKindsWithDropoutEqualPlain) {
   EXPECT_EQ(difference([&](bool on) {
               torch::manual_seed(3);

@@ -1,6 +1,6 @@
 #pragma once
 
-// For this module's tests: a step run plainly and with checkpoints, compared bit by bit.
+// For this module's tests: a step run plainly and with checkpoints, compared bit by bit; errors.
 
 #include <functional>
 #include <string>
@@ -9,6 +9,8 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/rand.h>
+
+#include <gradus/base/error.h>
 
 namespace gradus::recompute {
 
@@ -30,6 +32,16 @@ inline std::string difference(
       return "result " + std::to_string(i) + " differs";
   }
   return "";
+}
+
+/// What the UserError that @p fn throws says, or "no error".
+inline std::string error_of(const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "no error";
 }
 
 }  // namespace gradus::recompute

@@ -42,15 +42,6 @@ class Counter final : public plane::op::Handler {
   std::map<std::string, int> counts;
 };
 
-std::string error_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 // A transformer block of operators, with dropout in three places.
 struct Block {
   torch::nn::LayerNorm norm{torch::nn::LayerNormOptions({8})};

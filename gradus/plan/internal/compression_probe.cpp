@@ -10,14 +10,14 @@ namespace gradus::plan::internal {
 
 using compress::CompressGuard;
 using plane::saved::Value;
-using recompute::Disposition;
 using recompute::StepTrace;
 
 namespace {
 
 // Strides and offset tell two views of one result apart.
 std::string layout_of(const Value& value) {
-  return base::join(CompressionProbe::kind_of(value), " ", value.tensor.strides(), " ",
+  return base::join(value.maker, value.saved_by_maker ? " " : " held ", value.tensor.scalar_type(),
+                    " ", value.tensor.sizes(), " ", value.tensor.strides(), " ",
                     value.tensor.storage_offset());
 }
 
@@ -25,11 +25,6 @@ std::string layout_of(const Value& value) {
 
 CompressionProbe::CompressionProbe(double seconds, base::Clock clock)
     : limit_s_(seconds), clock_(std::move(clock)) {}
-
-CompressionProbe::Kind CompressionProbe::kind_of(const Value& value) {
-  return base::join(value.maker, value.saved_by_maker ? " " : " held ", value.tensor.scalar_type(),
-                    " ", value.tensor.sizes());
-}
 
 CompressionProbe::Known CompressionProbe::look(const CompressGuard& guard, const Value& value,
                                                const std::string& layout) {
@@ -51,7 +46,6 @@ void CompressionProbe::saved(const CompressGuard& guard, const Value& value, std
   const Known known = look(guard, value, layout);
   call.possible = known.possible;
   if (known.possible) {
-    call.kinds.insert(kind_of(value));
     // The guard shares an encoding where the same is needed of the same tensor, whoever saves it.
     const compress::Need need = value.saved_by_maker ? compress::need_of(value.maker, value.tensor)
                                                      : compress::Need::values;
@@ -119,26 +113,6 @@ std::vector<CompressedResult> CompressionProbe::results(const StepTrace& trace) 
   }
   if (!any) results.clear();
   return results;
-}
-
-std::set<CompressionProbe::Kind> CompressionProbe::kinds(
-    const std::vector<Disposition>& plan) const {
-  std::set<Kind> kinds;
-  for (const auto& [number, call] : calls_)
-    if (number >= 0 && number < static_cast<std::int64_t>(plan.size()) &&
-        plan[static_cast<std::size_t>(number)] == Disposition::leave)
-      kinds.insert(call.kinds.begin(), call.kinds.end());
-  return kinds;
-}
-
-void LeftSaves::set(std::set<CompressionProbe::Kind> kinds) {
-  const std::lock_guard lock(mutex_);
-  kinds_ = std::move(kinds);
-}
-
-bool LeftSaves::contains(const Value& value) const {
-  const std::lock_guard lock(mutex_);
-  return !kinds_.empty() && kinds_.contains(CompressionProbe::kind_of(value));
 }
 
 }  // namespace gradus::plan::internal

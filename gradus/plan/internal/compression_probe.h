@@ -1,12 +1,10 @@
 #pragma once
 
-// What compression would make of the results of a traced pass, and which saves it gets under a
-// plan.
+// What compression would make of the results of a traced pass.
 
 #include <array>
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -14,7 +12,6 @@
 #include <gradus/base/clock.h>
 #include <gradus/compress/policy.h>
 #include <gradus/plan/simulate.h>
-#include <gradus/recompute/eviction_plan.h>
 #include <gradus/recompute/step_trace.h>
 
 namespace gradus::plan::internal {
@@ -34,13 +31,6 @@ class CompressionProbe {
   /// less than the call's bytes. Empty if no call has any.
   std::vector<CompressedResult> results(const recompute::StepTrace& trace) const;
 
-  /// Kinds of saves by call, as kind_of().
-  using Kind = std::string;
-  static Kind kind_of(const plane::saved::Value& value);
-  std::set<Kind> kinds(const std::vector<recompute::Disposition>& plan) const;
-
-  double seconds() const { return spent_s_; }  ///< So far, to be left out of the pass's.
-
  private:
   struct Save {
     compress::Probe probe;
@@ -50,7 +40,6 @@ class CompressionProbe {
   struct Call {
     bool possible = true;
     std::vector<Save> saves;
-    std::set<Kind> kinds;
     std::set<std::string> encodings;  // a guard shares equal ones
   };
   struct Known {
@@ -71,20 +60,6 @@ class CompressionProbe {
   double spent_s_ = 0.0;
   std::map<std::int64_t, Call> calls_;
   std::map<std::string, Known> by_layout_;
-};
-
-/// The saves that a plan leaves to compression, as a guard's `keep` asks. Thread-safe.
-///
-/// What reaches a guard is what the budget did not take: what the plan leaves, and what cannot be
-/// made again. The latter is none of the plan's, and left alone unless it is of a planned kind.
-class LeftSaves {
- public:
-  void set(std::set<CompressionProbe::Kind> kinds);
-  bool contains(const plane::saved::Value& value) const;
-
- private:
-  mutable std::mutex mutex_;
-  std::set<CompressionProbe::Kind> kinds_;
 };
 
 }  // namespace gradus::plan::internal

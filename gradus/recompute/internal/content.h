@@ -2,7 +2,9 @@
 
 // The values of a forward pass, and how each was made.
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +21,14 @@
 namespace gradus::recompute::internal {
 
 struct Recipe;
+
+/// A smaller form of a content, at one place of autograd.
+struct Encoded {
+  std::vector<at::Tensor> payload;
+  std::function<at::Tensor(std::vector<at::Tensor>)> restore;
+  bool dropped = false;   ///< It went for want of memory.
+  bool decoding = false;  ///< Its payload is being read.
+};
 
 /// The content of a storage at one moment: an operator in place makes a new content of the same
 /// storage. Kept in memory by a strong handle or not at all.
@@ -37,6 +47,9 @@ struct Content {
   std::int64_t call = -1;      ///< Of the pass, that made it; -1 outside a pass.
   int pins = 0;                ///< A replay needs it now.
   int saved = 0;               ///< Places of autograd that stand for it.
+  std::vector<std::shared_ptr<Encoded>> encoded;  ///< And those that keep a smaller form.
+  c10::weak_intrusive_ptr<c10::StorageImpl> decoded{
+      c10::intrusive_ptr<c10::StorageImpl>()};  ///< What backward was given of it last.
 
   Content(std::int64_t bytes, c10::weak_intrusive_ptr<c10::StorageImpl> program)
       : bytes(bytes), program(std::move(program)) {}
@@ -44,6 +57,20 @@ struct Content {
   bool held_by_program() const {
     const bool ours = storage && storage.unsafeGetStorageImpl() == program._unsafe_get_target();
     return program.use_count() > (ours ? 1U : 0U);
+  }
+  /// Of its smaller forms; what two of them share counts once.
+  std::int64_t encoded_bytes() const {
+    std::int64_t bytes = 0;
+    std::vector<const c10::StorageImpl*> counted;
+    for (const auto& form : encoded) {
+      for (const at::Tensor& part : form->payload) {
+        const auto* const key = part.storage().unsafeGetStorageImpl();
+        if (std::find(counted.begin(), counted.end(), key) != counted.end()) continue;
+        counted.push_back(key);
+        bytes += static_cast<std::int64_t>(part.storage().nbytes());
+      }
+    }
+    return bytes;
   }
   bool in_memory() const { return storage || program.use_count() > 0; }
 };

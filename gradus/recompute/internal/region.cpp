@@ -11,6 +11,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 
+#include <gradus/amp/autocast/autocast.h>
 #include <gradus/base/error.h>
 #include <gradus/base/names.h>
 #include <gradus/recompute/internal/storage.h>
@@ -82,7 +83,7 @@ std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> values) {
 // what lies outside it.
 bool is_step(Compare compare, const Call& call, Frame frame, const OperatorTraits& traits,
              const void* casting_for, std::size_t nesting, int pass) {
-  if (compare == Compare::nothing || traits.detaches) return false;
+  if (compare == Compare::nothing || traits.detaches || amp::casting()) return false;
   if (compare == Compare::program) {
     if (nesting > 0) return false;
   } else if (frame != Frame::autograd ||
@@ -110,7 +111,7 @@ thread_local const plane::op::Handler* innermost = nullptr;
 bool is_decided(const Call& call, Frame frame, const OperatorTraits& traits,
                 const void* casting_for) {
   return (frame == Frame::autograd || frame == Frame::composite) && !traits.detaches &&
-         (casting_for == nullptr || casting_for == &call.schema());
+         !amp::casting() && (casting_for == nullptr || casting_for == &call.schema());
 }
 
 void describe(std::ostream& out, const c10::IValue& value) {

@@ -35,6 +35,9 @@ double seconds_since(Clock::time_point start) { return seconds_between(start, Cl
 // Results of at most this part of their call's largest one are planned for themselves.
 constexpr std::int64_t kSmallResult = 4;
 
+// A pass without a plan keeps smaller forms of at most this part of a value's bytes.
+constexpr double kWorthEncoding = 0.5;
+
 // Calls that a restored value needs are the tape's, not moments of the program.
 thread_local int restoring = 0;
 
@@ -188,6 +191,12 @@ void Tape::count_moment(bool backward) {
   if (tracer_ != nullptr) tracer_->end_moment(moment_, backward);
   ++moment_;
   if (!backward) return;
+  // A program that ends where another goes on.
+  if (!backward_seen_ && following_ && static_cast<std::size_t>(calls_) != plan_->calls.size()) {
+    change_plan(nullptr, [&](const EvictionPlan& plan) {
+      return static_cast<std::size_t>(calls_) == plan.calls.size();
+    });
+  }
   backward_seen_ = true;
   backward_end_ = Clock::now();
 }
@@ -195,7 +204,8 @@ void Tape::count_moment(bool backward) {
 // @p since: how long ago its first call began.
 void Tape::begin_pass(Tracer::Clock::duration since) {
   OnTrace report;
-  std::function<void()> ended;
+  std::function<void(const EvictionPlan*)> ended;
+  std::shared_ptr<const EvictionPlan> followed;
   StepTrace trace;
   {
     const std::lock_guard lock(mutex_);
@@ -204,11 +214,13 @@ void Tape::begin_pass(Tracer::Clock::duration since) {
       if (following_) {
         const bool whole = calls_ == static_cast<std::int64_t>(plan_->calls.size());
         ++(whole ? statistics_.planned_passes : statistics_.strayed_passes);
+        if (whole) followed = plan_;
       }
       if (tracer_ != nullptr) {
         const double elsewhere = evicting_s_ + statistics_.replay_seconds - replay_s_at_start_;
-        trace = tracer_->finish(seconds_between(pass_start_, backward_end_) - elsewhere,
-                                recording_s_, elsewhere);
+        trace =
+            tracer_->finish(seconds_between(pass_start_, backward_end_) - elsewhere - probing_s_,
+                            recording_s_, elsewhere);
         tracer_ = nullptr;
         report = on_trace_;
       }
@@ -216,9 +228,15 @@ void Tape::begin_pass(Tracer::Clock::duration since) {
   }
   // These may begin or end tracing, and set a plan.
   if (report != nullptr) report(trace);
-  if (ended != nullptr) ended();
+  if (ended != nullptr) ended(followed.get());
   const std::lock_guard lock(mutex_);
-  plan_ = next_plan_;
+  other_plans_ = next_plans_;
+  plan_ = nullptr;
+  if (!other_plans_.empty()) {
+    plan_ = other_plans_.front().plan;
+    online_ = other_plans_.front().online;
+    other_plans_.erase(other_plans_.begin());
+  }
   following_ = plan_ != nullptr;
   if (on_trace_ != nullptr) tracer_ = std::make_unique<Tracer>();
   calls_ = 0;
@@ -227,6 +245,7 @@ void Tape::begin_pass(Tracer::Clock::duration since) {
   backward_seen_ = false;
   recording_s_ = 0.0;
   evicting_s_ = 0.0;
+  probing_s_ = 0.0;
   replay_s_at_start_ = statistics_.replay_seconds;
   pass_start_ = backward_end_ = Clock::now() - since;
 }
@@ -238,14 +257,43 @@ void Tape::trace(OnTrace on_trace, OnSaved on_saved) {
   if (on_trace_ == nullptr) tracer_ = nullptr;
 }
 
-void Tape::on_pass(std::function<void()> ended) {
+void Tape::on_pass(std::function<void(const EvictionPlan*)> ended) {
   const std::lock_guard lock(mutex_);
   on_pass_ = std::move(ended);
 }
 
 void Tape::set_plan(std::shared_ptr<const EvictionPlan> plan) {
+  set_plans(plan == nullptr ? std::vector<ProgramPlan>()
+                            : std::vector{ProgramPlan{.plan = std::move(plan)}});
+}
+
+void Tape::set_plans(std::vector<ProgramPlan> plans) {
   const std::lock_guard lock(mutex_);
-  next_plan_ = std::move(plan);
+  std::erase_if(plans, [](const ProgramPlan& program) { return program.plan == nullptr; });
+  next_plans_ = std::move(plans);
+}
+
+// Goes over to another plan that has all calls so far; @p fits answers for those of @p recipe.
+bool Tape::change_plan(const Recipe* recipe, const std::function<bool(const EvictionPlan&)>& fits) {
+  const auto same_so_far = [&](const EvictionPlan& other) {
+    for (std::int64_t call = 0; call < calls_; ++call) {
+      if (recipe != nullptr && (call == recipe->call || call == recipe->small_call)) continue;
+      const auto i = static_cast<std::size_t>(call);
+      if (i >= other.calls.size() || i >= plan_->calls.size() ||
+          other.calls[i].op != plan_->calls[i].op || other.calls[i].bytes != plan_->calls[i].bytes)
+        return false;
+    }
+    return true;
+  };
+  while (!other_plans_.empty()) {
+    const auto other = other_plans_.front();
+    other_plans_.erase(other_plans_.begin());
+    if (!fits(*other.plan) || !same_so_far(*other.plan)) continue;
+    plan_ = other.plan;
+    online_ = other.online;
+    return true;
+  }
+  return false;
 }
 
 // Gives the small results of @p recipe, just run, a number of their own: to keep a layer's output
@@ -269,13 +317,16 @@ void Tape::follow(const Recipe& recipe) {
     const auto content = weak.lock();
     (content->call == recipe.call ? bytes : small_bytes) += content->bytes;
   }
-  const auto fits = [&](std::int64_t call, std::int64_t made) {
-    const auto index = static_cast<std::size_t>(call);
-    return index < plan_->calls.size() && plan_->calls[index].bytes == made &&
-           plan_->calls[index].op == recipe.op.schema().name();
+  const auto fits = [&](const EvictionPlan& plan) {
+    const auto has = [&](std::int64_t call, std::int64_t made) {
+      const auto index = static_cast<std::size_t>(call);
+      return index < plan.calls.size() && plan.calls[index].bytes == made &&
+             plan.calls[index].op == recipe.op.schema().name();
+    };
+    return has(recipe.call, bytes) &&
+           (recipe.small_call < 0 || has(recipe.small_call, small_bytes));
   };
-  if (fits(recipe.call, bytes) && (recipe.small_call < 0 || fits(recipe.small_call, small_bytes)))
-    return;
+  if (fits(*plan_) || change_plan(&recipe, fits)) return;
   following_ = false;
   ++statistics_.strayed_passes;
 }
@@ -324,7 +375,7 @@ void Tape::record(Call& call) {
       recipe->generator_state = recipe->generator.get_state();
     }
   }
-  const double evicting_before = evicting_s_;
+  const double evicting_before = evicting_s_ + probing_s_;
   const auto start = Clock::now();
   {
     // Also where the call throws.
@@ -351,7 +402,7 @@ void Tape::record(Call& call) {
     reporting_s = seconds_since(end);
   }
   const std::lock_guard lock(mutex_);
-  recipe->seconds = seconds_between(start, end) - (evicting_s_ - evicting_before);
+  recipe->seconds = seconds_between(start, end) - (evicting_s_ + probing_s_ - evicting_before);
   bool makes = false;
   std::int64_t new_bytes = 0;
   const auto add = [&](const at::Tensor& tensor, std::size_t output) {
@@ -419,6 +470,10 @@ bool Tape::purge() {
     const auto content = weak_content.lock();
     return content == nullptr || !content->storage;
   });
+  std::erase_if(encoded_, [](const auto& weak_content) {
+    const auto content = weak_content.lock();
+    return content == nullptr || content->encoded.empty();
+  });
   return current_.size() < before;
 }
 
@@ -432,13 +487,96 @@ std::shared_ptr<Content> Tape::find(const plane::saved::Value& value) {
     if (content == nullptr || !replayable(*content)) return nullptr;
     if (tracer_ != nullptr && content->call >= 0) on_saved = on_saved_;
   }
-  if (on_saved != nullptr) on_saved(value, content->call);
+  if (on_saved != nullptr) {
+    const auto start = Clock::now();
+    on_saved(value, content->call);
+    const std::lock_guard lock(mutex_);
+    probing_s_ += seconds_since(start);
+  }
   return content;
+}
+
+std::optional<plane::saved::Packed> Tape::encode(const std::shared_ptr<Content>& content,
+                                                 const plane::saved::Value& value) {
+  if (encoder_ == nullptr) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  if (planned() ? disposition_of(*content) != Disposition::leave : !encode_unplanned_)
+    return std::nullopt;
+  if (tracer_ != nullptr) tracer_->before_change();
+  const double evicting_before = evicting_s_;
+  const auto start = Clock::now();
+  auto small = encoder_->encode(value, planned() ? 1.0 : kWorthEncoding);
+  evicting_s_ = evicting_before + seconds_since(start);  // evicting for it is in this time
+  if (!small) {
+    if (tracer_ != nullptr) tracer_->after_change();
+    return std::nullopt;
+  }
+  const auto form = std::make_shared<Encoded>(
+      Encoded{.payload = std::move(small->payload), .restore = std::move(small->restore)});
+  if (content->encoded.empty()) encoded_.push_back(content);
+  content->encoded.push_back(form);
+  content->last_used = clock_;
+  ++saved_;
+  ++statistics_.encoded;
+  if (tracer_ != nullptr) {
+    tracer_->after_change();
+    if (content->call >= 0)
+      tracer_->saved(*content, value.maker,
+                     static_cast<std::size_t>(content->saved) + content->encoded.size() == 1);
+  }
+  auto tape = shared_from_this();
+  const std::shared_ptr<void> lease(
+      nullptr, [tape, content, form](void*) { tape->release_encoded(content, form); });
+  return plane::saved::Packed{
+      .payload = {}, .restore = [tape, content, form, shape = shape_of(value.tensor), lease](auto) {
+        return tape->decode(content, *form, shape);
+      }};
+}
+
+at::Tensor Tape::decode(const std::shared_ptr<Content>& content, Encoded& form,
+                        const Shape& shape) {
+  const std::lock_guard lock(mutex_);
+  if (form.dropped) return get(content, shape);
+  content->last_used = ++clock_;
+  if (tracer_ != nullptr && content->call >= 0) tracer_->read(*content, moment_);
+  struct Decoding {
+    Encoded& form;
+    explicit Decoding(Encoded& f) : form(f) {
+      ++restoring;
+      form.decoding = true;
+    }
+    ~Decoding() {
+      --restoring;
+      form.decoding = false;
+    }
+  } const decoding(form);
+  if (tracer_ != nullptr) tracer_->before_change();
+  const auto start = Clock::now();
+  at::Tensor tensor = form.restore(form.payload);
+  evicting_s_ += seconds_since(start);
+  if (is_plain(tensor)) content->decoded = weak_storage(tensor);
+  if (tracer_ != nullptr) tracer_->after_change();
+  ++statistics_.decoded;
+  return tensor;
+}
+
+void Tape::release_encoded(const std::shared_ptr<Content>& content,
+                           const std::shared_ptr<Encoded>& form) {
+  const std::lock_guard lock(mutex_);
+  if (tracer_ != nullptr && content->call >= 0) tracer_->released(*content, moment_ - 1);
+  if (tracer_ != nullptr) tracer_->before_change();
+  std::erase(content->encoded, form);
+  form->payload.clear();
+  // Made again for want of the smaller form.
+  if (form->dropped && content->saved == 0 && content->encoded.empty() && content->pins == 0)
+    content->storage = c10::Storage();
+  if (tracer_ != nullptr) tracer_->after_change();
+  end_saved();
 }
 
 bool Tape::leaves(const Content& content) const {
   const std::lock_guard lock(mutex_);
-  return disposition_of(content) == Disposition::leave;
+  return encoder_ == nullptr && disposition_of(content) == Disposition::leave;
 }
 
 void Tape::save(const std::shared_ptr<Content>& content, std::string_view maker) {
@@ -446,7 +584,9 @@ void Tape::save(const std::shared_ptr<Content>& content, std::string_view maker)
   ++content->saved;
   ++saved_;
   content->last_used = clock_;
-  if (tracer_ != nullptr && content->call >= 0) tracer_->saved(*content, maker);
+  if (tracer_ != nullptr && content->call >= 0)
+    tracer_->saved(*content, maker,
+                   static_cast<std::size_t>(content->saved) + content->encoded.size() == 1);
   if (content->storage) return;
   auto program = content->program.lock();
   if (!program) return;
@@ -694,11 +834,12 @@ void Tape::run(Recipe& recipe) {
 
 struct Tape::Candidate {
   std::shared_ptr<Content> content;
-  double score = 0.0;  // the lowest goes first
+  double score = 0.0;    // the lowest goes first
+  bool encoded = false;  // its smaller forms
 };
 
 Disposition Tape::disposition_of(const Content& content) const {
-  return following_ && content.call >= 0
+  return planned() && content.call >= 0
              ? plan_->calls[static_cast<std::size_t>(content.call)].disposition
              : Disposition::keep;
 }
@@ -729,6 +870,17 @@ std::int64_t Tape::drop(Content& content) {
   return content.bytes;
 }
 
+std::int64_t Tape::drop_encoded(Content& content) {
+  const std::int64_t bytes = content.encoded_bytes();
+  for (const auto& form : content.encoded) {
+    form->payload.clear();
+    form->dropped = true;
+  }
+  ++statistics_.evicted;
+  statistics_.evicted_bytes += bytes;
+  return bytes;
+}
+
 std::int64_t Tape::drop_cheapest(std::vector<Candidate> candidates, std::int64_t bytes) {
   const auto later = [](const Candidate& l, const Candidate& r) {
     return l.score != r.score ? l.score > r.score
@@ -738,7 +890,8 @@ std::int64_t Tape::drop_cheapest(std::vector<Candidate> candidates, std::int64_t
   std::int64_t freed = 0;
   while (freed < bytes && !candidates.empty()) {
     std::pop_heap(candidates.begin(), candidates.end(), later);
-    freed += drop(*candidates.back().content);
+    Content& content = *candidates.back().content;
+    freed += candidates.back().encoded ? drop_encoded(content) : drop(content);
     candidates.pop_back();
   }
   return freed;
@@ -749,7 +902,7 @@ std::int64_t Tape::evict(std::int64_t bytes) {
   const auto start = Clock::now();
   // In a replay, what it made so far is in no count yet; materialise() leaves all of it out.
   if (tracer_ != nullptr && restoring == 0) tracer_->before_change();
-  std::int64_t freed = following_ ? evict_planned(bytes) : 0;
+  std::int64_t freed = planned() ? evict_planned(bytes) : 0;
   if (freed < bytes) {
     const bool purged = purge();
     freed += evict_by_cost(bytes - freed);
@@ -810,18 +963,29 @@ std::int64_t Tape::evict_by_cost(std::int64_t bytes) {
     }
     return cost[first.get()];
   };
+  const auto score_of = [&](const Content& content, std::int64_t bytes_freed) {
+    const auto wait =
+        planned() && content.call >= 0 ? next_read(content) - moment_ : clock_ - content.last_used;
+    return (cost_of(content.maker) + 1e-7) /
+           (static_cast<double>(bytes_freed) * (static_cast<double>(wait) + 1.0));
+  };
   std::vector<Candidate> candidates;
   for (const auto& weak_content : kept_) {
     auto content = weak_content.lock();
     if (content == nullptr || !evictable(*content)) continue;
-    double score = 0.0;  // made on the way to another value; nobody has asked for it
-    if (content->saved > 0) {
-      const auto wait = following_ && content->call >= 0 ? next_read(*content) - moment_
-                                                         : clock_ - content->last_used;
-      score = (cost_of(content->maker) + 1e-7) /
-              (static_cast<double>(content->bytes) * (static_cast<double>(wait) + 1.0));
-    }
+    // 0: made on the way to another value; nobody has asked for it.
+    const double score = content->saved > 0 ? score_of(*content, content->bytes) : 0.0;
     candidates.push_back({std::move(content), score});
+  }
+  for (const auto& weak_content : encoded_) {
+    auto content = weak_content.lock();
+    if (content == nullptr || content->encoded.empty() ||
+        std::ranges::any_of(content->encoded, [](const auto& form) { return form->decoding; }))
+      continue;
+    const std::int64_t held = content->encoded_bytes();
+    if (held == 0) continue;
+    const double score = score_of(*content, held);
+    candidates.push_back({std::move(content), score, /*encoded=*/true});
   }
   return drop_cheapest(std::move(candidates), bytes);
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -26,12 +27,15 @@ namespace gradus::recompute::internal {
 /// A pass begins with the first call whose result needs a gradient after a backward pass has
 /// released everything that was saved; its calls are those of its forward part, its moments all
 /// calls until the next pass.
-class Tape final : public plane::op::Handler {
+class Tape final : public plane::op::Handler, public std::enable_shared_from_this<Tape> {
  public:
   using OnTrace = std::function<void(const StepTrace&)>;
   using OnSaved = std::function<void(const plane::saved::Value&, std::int64_t call)>;
 
-  explicit Tape(std::shared_ptr<Stash> stash) : stash_(std::move(stash)) {}
+  Tape(std::shared_ptr<Stash> stash, std::shared_ptr<Encoder> encoder, bool encode_unplanned)
+      : stash_(std::move(stash)),
+        encoder_(std::move(encoder)),
+        encode_unplanned_(encode_unplanned) {}
 
   void call(plane::op::Call& call) override;
 
@@ -40,6 +44,9 @@ class Tape final : public plane::op::Handler {
   /// Says that a place of autograd stands for @p content from now on, or no longer.
   void save(const std::shared_ptr<Content>& content, std::string_view maker);
   void release(const std::shared_ptr<Content>& content);
+  /// The smaller form of what autograd saves, if the plan leaves @p content to the encoder.
+  std::optional<plane::saved::Packed> encode(const std::shared_ptr<Content>& content,
+                                             const plane::saved::Value& value);
   /// Whether the plan leaves @p content to the hooks behind.
   bool leaves(const Content& content) const;
   /// Says that autograd saves a content that is left to others, and that it does no longer: the
@@ -53,8 +60,9 @@ class Tape final : public plane::op::Handler {
   std::int64_t evict(std::int64_t bytes);
 
   void trace(OnTrace on_trace, OnSaved on_saved);
-  void on_pass(std::function<void()> ended);
+  void on_pass(std::function<void(const EvictionPlan*)> ended);
   void set_plan(std::shared_ptr<const EvictionPlan> plan);
+  void set_plans(std::vector<ProgramPlan> plans);
 
   BudgetStatistics statistics() const;
 
@@ -67,6 +75,10 @@ class Tape final : public plane::op::Handler {
   void begin_pass(Tracer::Clock::duration since);
   void separate_small(Recipe& recipe);
   void follow(const Recipe& recipe);
+  bool change_plan(const Recipe* recipe, const std::function<bool(const EvictionPlan&)>& fits);
+  at::Tensor decode(const std::shared_ptr<Content>& content, Encoded& form, const Shape& shape);
+  void release_encoded(const std::shared_ptr<Content>& content,
+                       const std::shared_ptr<Encoded>& form);
   Argument argument_of(const c10::IValue& value);
   c10::Storage materialise(const std::shared_ptr<Content>& content);
   bool ready(const std::shared_ptr<Content>& content);
@@ -77,15 +89,19 @@ class Tape final : public plane::op::Handler {
   bool replayable(const Content& content) const { return content.maker != nullptr; }
 
   struct Candidate;
+  bool planned() const { return following_ && !online_; }
   Disposition disposition_of(const Content& content) const;
   std::int64_t next_read(const Content& content) const;
   bool evictable(const Content& content) const;
   std::int64_t drop(Content& content);
+  std::int64_t drop_encoded(Content& content);
   std::int64_t drop_cheapest(std::vector<Candidate> candidates, std::int64_t bytes);
   std::int64_t evict_planned(std::int64_t bytes);
   std::int64_t evict_by_cost(std::int64_t bytes);
 
   const std::shared_ptr<Stash> stash_;
+  const std::shared_ptr<Encoder> encoder_;
+  const bool encode_unplanned_;
 
   // Recursive: making a value again allocates, which may ask this tape to evict.
   mutable std::recursive_mutex mutex_;
@@ -105,6 +121,7 @@ class Tape final : public plane::op::Handler {
   };
   std::vector<Change> changing_;
   std::vector<std::weak_ptr<Content>> kept_;  // what may be evicted: contents with a strong handle
+  std::vector<std::weak_ptr<Content>> encoded_;  // contents with a smaller form
   std::int64_t clock_ = 0;
   std::int64_t saved_ = 0;  // places of autograd that stand for contents
   std::int64_t calls_since_purge_ = 0;
@@ -118,16 +135,19 @@ class Tape final : public plane::op::Handler {
   Tracer::Clock::time_point pass_start_;
   Tracer::Clock::time_point backward_end_;
   double recording_s_ = 0.0;
-  double evicting_s_ = 0.0;
+  double evicting_s_ = 0.0;  // and keeping what is left in smaller forms
+  double probing_s_ = 0.0;   // on_saved_, which is no part of any pass
   double replay_s_at_start_ = 0.0;
 
-  // Its plan.
+  // Its plan, and others that may turn out to be of this program.
   std::shared_ptr<const EvictionPlan> plan_;
-  std::shared_ptr<const EvictionPlan> next_plan_;
+  bool online_ = false;  // it only tells the program
+  std::vector<ProgramPlan> other_plans_;
+  std::vector<ProgramPlan> next_plans_;
   bool following_ = false;
 
   OnTrace on_trace_;
-  std::function<void()> on_pass_;
+  std::function<void(const EvictionPlan*)> on_pass_;
   OnSaved on_saved_;
   std::unique_ptr<Tracer> tracer_;
 };

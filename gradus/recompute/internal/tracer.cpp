@@ -17,7 +17,11 @@ std::int64_t Tracer::own_bytes() const {
   std::int64_t bytes = 0;
   for (const auto& weak : contents_) {
     const auto content = weak.lock();
-    if (content != nullptr && content->in_memory()) bytes += content->bytes;
+    if (content == nullptr) continue;
+    if (content->in_memory()) bytes += content->bytes;
+    if (!content->encoded.empty()) bytes += content->encoded_bytes();
+    if (const auto decoded = content->decoded.lock())
+      bytes += static_cast<std::int64_t>(decoded->nbytes());
   }
   return bytes;
 }
@@ -108,10 +112,10 @@ void Tracer::end_moment(std::int64_t moment, bool backward) {
   other_ = made_ = 0;
 }
 
-void Tracer::saved(const Content& content, std::string_view maker) {
+void Tracer::saved(const Content& content, std::string_view maker, bool first) {
   TracedCall& call = trace_.calls[static_cast<std::size_t>(content.call)];
   call.saved = true;
-  if (content.saved == 1) call.saved_bytes += content.bytes;  // else it was counted
+  if (first) call.saved_bytes += content.bytes;
   call.saved_by.emplace_back(maker);
 }
 

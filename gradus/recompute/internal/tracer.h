@@ -30,7 +30,8 @@ class Tracer {
   void before_change();
   void after_change();
 
-  void saved(const Content& content, std::string_view maker);
+  /// @p first: no place of autograd stood for it before.
+  void saved(const Content& content, std::string_view maker, bool first);
   void read(const Content& content, std::int64_t moment);
   void released(const Content& content, std::int64_t moment);
 
