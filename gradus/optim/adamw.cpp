@@ -12,6 +12,7 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_neg.h>
 #include <ATen/ops/_foreach_sqrt.h>
+#include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 
 #include <gradus/base/error.h>
@@ -26,20 +27,33 @@ struct Lists {
   std::vector<at::Tensor> parameters, gradients, steps, means, squares, max_squares;
 };
 
-void update_fused(const ParameterGroup& group, const AdamWOptions& options, const Lists& lists) {
+void update_fused(const ParameterGroup& group, const AdamWOptions& options, bool decoupled,
+                  const Lists& lists) {
   at::_foreach_add_(lists.steps, 1);
-  at::_fused_adamw_(lists.parameters, lists.gradients, lists.means, lists.squares,
-                    lists.max_squares, lists.steps, group.lr, options.beta1, options.beta2,
-                    group.weight_decay, options.eps, options.amsgrad, options.maximize);
+  if (decoupled) {
+    at::_fused_adamw_(lists.parameters, lists.gradients, lists.means, lists.squares,
+                      lists.max_squares, lists.steps, group.lr, options.beta1, options.beta2,
+                      group.weight_decay, options.eps, options.amsgrad, options.maximize);
+  } else {
+    at::_fused_adam_(lists.parameters, lists.gradients, lists.means, lists.squares,
+                     lists.max_squares, lists.steps, group.lr, options.beta1, options.beta2,
+                     group.weight_decay, options.eps, options.amsgrad, options.maximize);
+  }
 }
 
 // Algorithm 2 of Loshchilov and Hutter 2019, in the order of operations of torch.optim's
-// multi-tensor AdamW.
-void update_foreach(const ParameterGroup& group, const AdamWOptions& options, const Lists& lists) {
+// multi-tensor AdamW and Adam.
+void update_foreach(const ParameterGroup& group, const AdamWOptions& options, bool decoupled,
+                    const Lists& lists) {
   at::_foreach_add_(lists.steps, 1);
-  const auto gradients = options.maximize ? at::_foreach_neg(lists.gradients) : lists.gradients;
-  if (group.weight_decay != 0.0)
-    at::_foreach_mul_(lists.parameters, 1.0 - group.lr * group.weight_decay);
+  auto gradients = options.maximize ? at::_foreach_neg(lists.gradients) : lists.gradients;
+  if (group.weight_decay != 0.0) {
+    if (decoupled) {
+      at::_foreach_mul_(lists.parameters, 1.0 - group.lr * group.weight_decay);
+    } else {
+      gradients = at::_foreach_add(gradients, lists.parameters, at::Scalar(group.weight_decay));
+    }
+  }
   at::_foreach_lerp_(lists.means, gradients, at::Scalar(1.0 - options.beta1));
   at::_foreach_mul_(lists.squares, options.beta2);
   at::_foreach_addcmul_(lists.squares, gradients, gradients, at::Scalar(1.0 - options.beta2));
@@ -67,27 +81,62 @@ AdamW::AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& options)
             options) {}
 
 AdamW::AdamW(std::vector<ParameterGroup> groups, const AdamWOptions& options)
-    : Optimizer("adamw", std::move(groups)), options_(options) {
-  GRADUS_CHECK(component(), options.beta1 >= 0.0 && options.beta1 < 1.0,
+    : Optimizer("adamw", std::move(groups), {"beta1", "beta2", "eps"}), options_(options) {
+  check_ranges(component(), options_);
+  check_groups();
+}
+
+void AdamW::check_ranges(const std::string& component, const AdamWOptions& options) {
+  GRADUS_CHECK(component, options.beta1 >= 0.0 && options.beta1 < 1.0,
                "beta1 must be in [0, 1); got ", options.beta1);
-  GRADUS_CHECK(component(), options.beta2 >= 0.0 && options.beta2 < 1.0,
+  GRADUS_CHECK(component, options.beta2 >= 0.0 && options.beta2 < 1.0,
                "beta2 must be in [0, 1); got ", options.beta2);
-  GRADUS_CHECK(component(), std::isfinite(options.eps) && options.eps >= 0.0,
+  GRADUS_CHECK(component, std::isfinite(options.eps) && options.eps >= 0.0,
                "eps must be finite and >= 0; got ", options.eps);
 }
 
-std::vector<Optimizer::StateSpec> AdamW::state_specs(const at::Tensor& parameter) const {
+AdamWOptions AdamW::with_group(const AdamWOptions& options, const ParameterGroup& group) {
+  auto result = options;
+  result.beta1 = option_of(group, "beta1", options.beta1);
+  result.beta2 = option_of(group, "beta2", options.beta2);
+  result.eps = option_of(group, "eps", options.eps);
+  return result;
+}
+
+void AdamW::check_group(const ParameterGroup& group) const {
+  check_ranges(component(), with_group(options_, group));
+}
+
+std::vector<NamedOption> AdamW::named_options(const AdamWOptions& options,
+                                              const ParameterGroup& group) {
+  const auto o = with_group(options, group);
+  return {{"lr", group.lr},       {"betas", std::vector<double>{o.beta1, o.beta2}},
+          {"eps", o.eps},         {"weight_decay", group.weight_decay},
+          {"amsgrad", o.amsgrad}, {"maximize", o.maximize}};
+}
+
+std::vector<NamedOption> AdamW::options_of(const ParameterGroup& group) const {
+  return named_options(options_, group);
+}
+
+std::vector<Optimizer::StateSpec> AdamW::specs_of(const AdamWOptions& options,
+                                                  const at::Tensor& parameter) {
   const auto sizes = parameter.sizes().vec();
   const auto dtype = parameter.scalar_type();
   std::vector<StateSpec> specs{
       {"step", {}, at::kFloat}, {"exp_avg", sizes, dtype}, {"exp_avg_sq", sizes, dtype}};
-  if (options_.amsgrad) specs.push_back({"max_exp_avg_sq", sizes, dtype});
+  if (options.amsgrad) specs.push_back({"max_exp_avg_sq", sizes, dtype});
   return specs;
 }
 
-void AdamW::check_slot(const Slot& slot) const {
+std::vector<Optimizer::StateSpec> AdamW::state_specs(const at::Tensor& parameter) const {
+  return specs_of(options_, parameter);
+}
+
+void AdamW::check_fused(const std::string& component, const AdamWOptions& options,
+                        const Slot& slot) {
   GRADUS_CHECK(
-      component(), !options_.fused.value_or(false) || fused_kernel_takes(slot.parameter),
+      component, !options.fused.value_or(false) || fused_kernel_takes(slot.parameter),
       "parameter '", slot.name,
       "' must suit the fused kernel (CPU or CUDA; float32, float64, float16 or bfloat16; no gaps "
       "in memory); got ",
@@ -95,20 +144,27 @@ void AdamW::check_slot(const Slot& slot) const {
       slot.parameter.strides(), ". Leave 'fused' unset to use the foreach operations there");
 }
 
-void AdamW::update(const ParameterGroup& group, std::span<Slot* const> slots) {
+void AdamW::check_slot(const Slot& slot) const { check_fused(component(), options_, slot); }
+
+void AdamW::apply(const AdamWOptions& options, const ParameterGroup& group,
+                  std::span<Slot* const> slots, bool decoupled) {
+  const auto own = with_group(options, group);
   Lists fused, foreach;
   for (const Slot* slot : slots) {
-    auto& lists =
-        options_.fused.value_or(true) && fused_kernel_takes(slot->parameter) ? fused : foreach;
+    auto& lists = own.fused.value_or(true) && fused_kernel_takes(slot->parameter) ? fused : foreach;
     lists.parameters.push_back(slot->parameter);
     lists.gradients.push_back(gradient_laid_out_as(slot->parameter));
     lists.steps.push_back(slot->state[kStep]);
     lists.means.push_back(slot->state[kMean]);
     lists.squares.push_back(slot->state[kSquare]);
-    if (options_.amsgrad) lists.max_squares.push_back(slot->state[kMaxSquare]);
+    if (own.amsgrad) lists.max_squares.push_back(slot->state[kMaxSquare]);
   }
-  if (!fused.parameters.empty()) update_fused(group, options_, fused);
-  if (!foreach.parameters.empty()) update_foreach(group, options_, foreach);
+  if (!fused.parameters.empty()) update_fused(group, own, decoupled, fused);
+  if (!foreach.parameters.empty()) update_foreach(group, own, decoupled, foreach);
+}
+
+void AdamW::update(const ParameterGroup& group, std::span<Slot* const> slots) {
+  apply(options_, group, slots);
 }
 
 }  // namespace gradus::optim

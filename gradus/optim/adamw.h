@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -28,6 +29,7 @@ struct AdamWOptions {
 ///
 /// State of a parameter: step (float32 scalar), exp_avg, exp_avg_sq and, with amsgrad,
 /// max_exp_avg_sq (the parameter's shape and dtype): two or three times the parameter's bytes.
+/// Options of a group: beta1, beta2, eps.
 class AdamW final : public Optimizer {
  public:
   /// One group with the options' lr and weight_decay. @throws UserError on an option out of its
@@ -39,9 +41,24 @@ class AdamW final : public Optimizer {
   const AdamWOptions& options() const { return options_; }
 
  private:
+  friend class Adam;           // is the same rule but for the decay
+  friend class MuonWithAdamW;  // applies this rule to its groups that are not Muon's
+
+  static void check_ranges(const std::string& component, const AdamWOptions& options);
+  static void check_fused(const std::string& component, const AdamWOptions& options,
+                          const Slot& slot);
+  static AdamWOptions with_group(const AdamWOptions& options, const ParameterGroup& group);
+  static std::vector<StateSpec> specs_of(const AdamWOptions& options, const at::Tensor& parameter);
+  static void apply(const AdamWOptions& options, const ParameterGroup& group,
+                    std::span<Slot* const> slots, bool decoupled = true);
+  static std::vector<NamedOption> named_options(const AdamWOptions& options,
+                                                const ParameterGroup& group);
+
   std::vector<StateSpec> state_specs(const at::Tensor& parameter) const override;
   void update(const ParameterGroup& group, std::span<Slot* const> slots) override;
   void check_slot(const Slot& slot) const override;
+  void check_group(const ParameterGroup& group) const override;
+  std::vector<NamedOption> options_of(const ParameterGroup& group) const override;
 
   AdamWOptions options_;
 };

@@ -13,6 +13,8 @@
 #include <ATen/ops/stack.h>
 
 #include <gradus/base/error.h>
+#include <gradus/optim/internal/in_backward_registry.h>
+#include <gradus/optim/optimizer.h>
 
 namespace gradus::optim {
 namespace {
@@ -22,6 +24,9 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
   std::unordered_set<const void*> seen;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     GRADUS_CHECK("clip", parameters[i].defined(), "parameter ", i, " must be a defined tensor");
+    GRADUS_CHECK("clip", !internal::steps_in_backward(parameters[i]), "parameter ", i,
+                 " must keep its gradient until after backward, but an OptimizerInBackward steps "
+                 "it during backward: give that its clip_norm, clip_value or measure_norm");
     const auto& gradient = parameters[i].grad();
     if (!gradient.defined() || !seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
     GRADUS_CHECK("clip", gradient.layout() == at::kStrided, "gradient of parameter ", i,
@@ -61,6 +66,14 @@ double gradient_norm(const std::vector<at::Tensor>& parameters, double norm_type
   std::vector<at::Tensor> run_totals;
   for (const auto& run : norms) run_totals.push_back(at::linalg_vector_norm(run, norm_type));
   return at::linalg_vector_norm(at::stack(run_totals), norm_type).item<double>();
+}
+
+std::vector<double> gradient_norm_by_group(const Optimizer& optimizer, double norm_type) {
+  std::vector<double> norms;
+  for (const auto& group : optimizer.groups()) {
+    norms.push_back(gradient_norm(group.parameters, norm_type));
+  }
+  return norms;
 }
 
 double clip_coefficient(double norm, double max_norm) {

@@ -6,6 +6,8 @@
 
 namespace gradus::optim {
 
+class Optimizer;
+
 struct ClipNormOptions {
   double norm_type = 2.0;  ///< The p of the norm: > 0, or infinity for the largest absolute value.
   bool error_if_nonfinite =
@@ -15,8 +17,13 @@ struct ClipNormOptions {
 /// The norm of all gradients of @p parameters taken as one vector; 0 without any. Gradients of 16
 /// bits are summed in float32. Parameters without a gradient, and repeats of one, do not count. NaN
 /// and infinity are returned.
-/// @throws UserError on a sparse gradient or a norm_type out of its range.
+/// @throws UserError on a sparse gradient, a norm_type out of its range, and, as everything here,
+/// on a parameter that an OptimizerInBackward steps: its gradient is gone after backward.
 double gradient_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2.0);
+
+/// gradient_norm of each group of @p optimizer, in order; 0 for a group without gradients. The norm
+/// over all of them is the norm of these. @throws UserError as gradient_norm does.
+std::vector<double> gradient_norm_by_group(const Optimizer& optimizer, double norm_type = 2.0);
 
 /// The factor that clips a total of @p norm to @p max_norm: min(1, max_norm / (norm + 1e-6)), NaN
 /// for a NaN norm.

@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/optim/sgd.h>
 
 namespace gradus::optim {
 namespace {
@@ -117,6 +118,20 @@ TEST(ClipTest, MisuseIsRefused) {
   const auto sparse = torch::zeros({2, 2}, torch::requires_grad());
   sparse.mutable_grad() = torch::ones({2, 2}).to_sparse();
   EXPECT_THROW(gradient_norm({sparse}), UserError);
+}
+
+TEST(ClipTest, NormsOfGroupsMakeUpTheWhole) {
+  auto a = torch::zeros({2}, torch::requires_grad());
+  auto b = torch::zeros({2}, torch::requires_grad());
+  auto c = torch::zeros({2}, torch::requires_grad());
+  a.mutable_grad() = torch::tensor({3.0F, 0.0F});
+  b.mutable_grad() = torch::tensor({0.0F, 4.0F});
+  const SGD optimizer({{.parameters = {a, b}}, {.parameters = {c}}}, SGDOptions{});
+  EXPECT_EQ(gradient_norm_by_group(optimizer), (std::vector<double>{5.0, 0.0}));
+  c.mutable_grad() = torch::tensor({12.0F, 0.0F});
+  EXPECT_EQ(gradient_norm_by_group(optimizer), (std::vector<double>{5.0, 12.0}));
+  EXPECT_EQ(gradient_norm({a, b, c}), 13.0);
+  EXPECT_EQ(gradient_norm_by_group(optimizer, 1.0), (std::vector<double>{7.0, 12.0}));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include <gradus/optim/optimizer.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <gradus/base/error.h>
+#include <gradus/optim/internal/non_finite.h>
 
 namespace gradus::optim {
 namespace {
@@ -37,48 +39,142 @@ void check_parameter(const std::string& component, const std::string& name,
 
 }  // namespace
 
-Optimizer::Optimizer(std::string component, std::vector<ParameterGroup> groups)
-    : component_(std::move(component)), groups_(std::move(groups)) {
-  std::unordered_set<const void*> seen;
-  std::unordered_set<std::string> names;
-  for (std::size_t g = 0; g < groups_.size(); ++g) {
-    auto& group = groups_[g];
-    check_rate(component_, "lr", group.lr);
-    check_rate(component_, "weight_decay", group.weight_decay);
-    GRADUS_CHECK(component_, group.names.empty() || group.names.size() == group.parameters.size(),
-                 "group ", g, " must have one name a parameter, or none; got ", group.names.size(),
-                 " names for ", group.parameters.size(), " parameters");
-    for (std::size_t i = 0; i < group.parameters.size(); ++i) {
-      Slot slot{.parameter = group.parameters[i],
-                .name = group.names.empty() ? std::to_string(slots_.size()) : group.names[i],
-                .group = g};
-      check_parameter(component_, slot.name, slot.parameter);
-      GRADUS_CHECK(component_, seen.insert(slot.parameter.unsafeGetTensorImpl()).second,
-                   "parameter '", slot.name,
-                   "' must be given once: a second time would update it twice a step");
-      GRADUS_CHECK(component_, names.insert(slot.name).second, "parameter names must differ; got '",
-                   slot.name, "' twice");
-      slots_.push_back(std::move(slot));
-    }
+Optimizer::Optimizer(std::string component, std::vector<ParameterGroup> groups,
+                     std::vector<std::string> group_options)
+    : component_(std::move(component)), group_options_(std::move(group_options)) {
+  for (auto& group : groups) {
+    check_and_append(group, slots_);
+    groups_.push_back(std::move(group));
   }
   GRADUS_CHECK(component_, !slots_.empty(), "there must be at least one parameter; got none");
+}
+
+void Optimizer::check_options(const ParameterGroup& group) const {
+  check_rate(component_, "lr", group.lr);
+  check_rate(component_, "weight_decay", group.weight_decay);
+  for (const auto& [name, value] : group.options) {
+    std::string known = "lr, weight_decay";
+    for (const auto& option : group_options_) known += ", " + option;
+    GRADUS_CHECK(
+        component_,
+        std::find(group_options_.begin(), group_options_.end(), name) != group_options_.end(),
+        "a group's options may be ", known, "; got '", name, "'");
+    GRADUS_CHECK(component_, std::isfinite(value), "option '", name, "' must be finite; got ",
+                 value);
+  }
+}
+
+void Optimizer::check_and_append(const ParameterGroup& group, std::vector<Slot>& slots) const {
+  check_options(group);
+  GRADUS_CHECK(component_, group.names.empty() || group.names.size() == group.parameters.size(),
+               "group ", groups_.size(), " must have one name a parameter, or none; got ",
+               group.names.size(), " names for ", group.parameters.size(), " parameters");
+  std::unordered_set<const void*> seen;
+  std::unordered_set<std::string> names;
+  for (const auto& slot : slots) {
+    seen.insert(slot.parameter.unsafeGetTensorImpl());
+    names.insert(slot.name);
+  }
+  for (std::size_t i = 0; i < group.parameters.size(); ++i) {
+    Slot slot{.parameter = group.parameters[i],
+              .name = group.names.empty() ? std::to_string(slots.size()) : group.names[i],
+              .group = groups_.size()};
+    check_parameter(component_, slot.name, slot.parameter);
+    GRADUS_CHECK(component_, seen.insert(slot.parameter.unsafeGetTensorImpl()).second,
+                 "parameter '", slot.name,
+                 "' must be given once: a second time would update it twice a step");
+    GRADUS_CHECK(component_, names.insert(slot.name).second, "parameter names must differ; got '",
+                 slot.name, "' twice");
+    slots.push_back(std::move(slot));
+  }
+}
+
+void Optimizer::check_groups() const {
+  for (const auto& group : groups_) check_group(group);
+}
+
+void Optimizer::add_group(ParameterGroup group) {
+  GRADUS_CHECK(component_, !in_backward_,
+               "groups must be added before an OptimizerInBackward takes the optimizer: the new "
+               "parameters would not be stepped in backward");
+  GRADUS_CHECK(component_, !group.parameters.empty(),
+               "an added group must have at least one parameter; got none");
+  check_group(group);
+  auto slots = slots_;
+  check_and_append(group, slots);
+  groups_.push_back(std::move(group));
+  slots_ = std::move(slots);
+}
+
+void Optimizer::set_option(std::size_t group, const std::string& name, double value) {
+  GRADUS_CHECK(component_, group < groups_.size(), "group must be below ", groups_.size(), "; got ",
+               group);
+  ParameterGroup changed{.parameters = {},
+                         .lr = groups_[group].lr,
+                         .weight_decay = groups_[group].weight_decay,
+                         .options = groups_[group].options};
+  if (name == "lr") {
+    changed.lr = value;
+  } else if (name == "weight_decay") {
+    changed.weight_decay = value;
+  } else {
+    changed.options[name] = value;
+  }
+  check_options(changed);
+  check_group(changed);
+  groups_[group].lr = changed.lr;
+  groups_[group].weight_decay = changed.weight_decay;
+  groups_[group].options = std::move(changed.options);
+}
+
+double Optimizer::option_of(const ParameterGroup& group, const std::string& name, double fallback) {
+  const auto found = group.options.find(name);
+  return found == group.options.end() ? fallback : found->second;
+}
+
+std::vector<NamedOption> Optimizer::options_of(const ParameterGroup& group) const {
+  std::vector<NamedOption> result{{"lr", group.lr}, {"weight_decay", group.weight_decay}};
+  for (const auto& [name, value] : group.options) result.push_back({name, value});
+  return result;
+}
+
+std::vector<NamedOption> Optimizer::hyperparameters(std::size_t group) const {
+  GRADUS_CHECK(component_, group < groups_.size(), "group must be below ", groups_.size(), "; got ",
+               group);
+  return options_of(groups_[group]);
+}
+
+std::vector<std::string> Optimizer::option_names() const {
+  std::vector<std::string> result{"lr", "weight_decay"};
+  result.insert(result.end(), group_options_.begin(), group_options_.end());
+  return result;
+}
+
+std::vector<std::string> Optimizer::parameter_names() const {
+  std::vector<std::string> result;
+  for (const auto& slot : slots_) result.push_back(slot.name);
+  return result;
+}
+
+void Optimizer::check_gradient(const Slot& slot) const {
+  const auto& gradient = slot.parameter.grad();
+  GRADUS_CHECK(component_, gradient.layout() == at::kStrided, "gradient of parameter '", slot.name,
+               "' must be dense; got layout ", gradient.layout(),
+               ". Build the embedding with sparse(false), or make the gradient dense first");
+  GRADUS_CHECK(component_, gradient.scalar_type() == slot.parameter.scalar_type(),
+               "gradient of parameter '", slot.name, "' must have the parameter's dtype ",
+               slot.parameter.scalar_type(), "; got ", gradient.scalar_type());
+  GRADUS_CHECK(component_, gradient.device() == slot.parameter.device(), "gradient of parameter '",
+               slot.name, "' must be on the parameter's device ", slot.parameter.device(), "; got ",
+               gradient.device());
+  check_slot(slot);
 }
 
 std::vector<Optimizer::Slot*> Optimizer::slots_with_gradient() {
   std::vector<Slot*> result;
   for (auto& slot : slots_) {
-    const auto& gradient = slot.parameter.grad();
-    if (!gradient.defined()) continue;
-    GRADUS_CHECK(component_, gradient.layout() == at::kStrided, "gradient of parameter '",
-                 slot.name, "' must be dense; got layout ", gradient.layout(),
-                 ". Build the embedding with sparse(false), or make the gradient dense first");
-    GRADUS_CHECK(component_, gradient.scalar_type() == slot.parameter.scalar_type(),
-                 "gradient of parameter '", slot.name, "' must have the parameter's dtype ",
-                 slot.parameter.scalar_type(), "; got ", gradient.scalar_type());
-    GRADUS_CHECK(component_, gradient.device() == slot.parameter.device(),
-                 "gradient of parameter '", slot.name, "' must be on the parameter's device ",
-                 slot.parameter.device(), "; got ", gradient.device());
-    check_slot(slot);
+    if (!slot.parameter.grad().defined()) continue;
+    check_gradient(slot);
     result.push_back(&slot);
   }
   return result;
@@ -87,7 +183,7 @@ std::vector<Optimizer::Slot*> Optimizer::slots_with_gradient() {
 void Optimizer::create_state(Slot& slot) {
   const auto& parameter = slot.parameter;
   std::vector<at::Tensor> state;
-  for (const auto& spec : state_specs(parameter)) {
+  for (const auto& spec : slot_state_specs(slot)) {
     const auto options = at::TensorOptions().dtype(spec.dtype).device(parameter.device());
     // The fused kernels walk parameter and state side by side in memory, so equal shapes need equal
     // strides.
@@ -99,9 +195,36 @@ void Optimizer::create_state(Slot& slot) {
   slot.state = std::move(state);
 }
 
-void Optimizer::step() {
+void Optimizer::set_non_finite_policy(NonFinitePolicy policy) {
+  GRADUS_CHECK(component_, !in_backward_ || policy != NonFinitePolicy::skip,
+               "gradients that are not finite cannot skip a step in backward: other parameters are "
+               "updated by then. Use refuse, or step after backward");
+  non_finite_policy_ = policy;
+}
+
+StepResult Optimizer::step() {
+  GRADUS_CHECK(component_, !in_backward_,
+               "an OptimizerInBackward holds this optimizer and steps it during backward: call the "
+               "OptimizerInBackward's step()");
+  return update_all(slots_with_gradient());
+}
+
+StepResult Optimizer::update_all(const std::vector<Slot*>& ready) {
   const at::NoGradGuard no_grad;
-  const auto ready = slots_with_gradient();
+  StepResult result;
+  if (non_finite_policy_ != NonFinitePolicy::pass) {
+    std::vector<at::Tensor> gradients;
+    for (const Slot* slot : ready) gradients.push_back(slot->parameter.grad());
+    if (const auto first = internal::first_non_finite(gradients)) {
+      result.non_finite = ready[*first]->name;
+      GRADUS_CHECK(component_, non_finite_policy_ != NonFinitePolicy::refuse,
+                   "gradient of parameter '", result.non_finite,
+                   "' must be finite; got NaN or infinity. A loss or an activation overflowed: "
+                   "lower the learning rate or the loss scale, or set NonFinitePolicy::skip");
+      result.skipped = true;
+      return result;
+    }
+  }
   using Key = std::tuple<std::size_t, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
   std::map<Key, std::vector<Slot*>> buckets;
   for (Slot* slot : ready) {
@@ -117,11 +240,13 @@ void Optimizer::step() {
     update(groups_[std::get<0>(key)], bucket);
     for (Slot* slot : bucket) {
       slot->first_update = false;
+      ++result.updated;
       // The fused kernels write without telling autograd (measured on LibTorch 2.13): without this
       // a backward pass through the old value silently uses the new one.
       slot->parameter.unsafeGetTensorImpl()->bump_version();
     }
   }
+  return result;
 }
 
 void Optimizer::zero_grad(bool set_to_none) {
@@ -154,7 +279,7 @@ std::vector<NamedState> Optimizer::state() const {
   std::vector<NamedState> result;
   for (const auto& slot : slots_) {
     if (slot.state.empty()) continue;
-    const auto specs = state_specs(slot.parameter);
+    const auto specs = slot_state_specs(slot);
     for (std::size_t i = 0; i < specs.size(); ++i) {
       result.push_back({base::join(slot.name, '.', specs[i].name), slot.state[i]});
     }
@@ -178,7 +303,7 @@ void Optimizer::load_state(const std::vector<NamedState>& entries) {
   std::vector<std::vector<at::Tensor>> loaded(slots_.size());
   for (std::size_t s = 0; s < slots_.size(); ++s) {
     const auto& slot = slots_[s];
-    const auto specs = state_specs(slot.parameter);
+    const auto specs = slot_state_specs(slot);
     std::optional<std::string> missing;
     std::optional<std::string> present;
     for (const auto& spec : specs) {

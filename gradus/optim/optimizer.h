@@ -2,10 +2,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +23,9 @@ struct ParameterGroup {
   double weight_decay = 0.0;           ///< Meaning as in the optimizer at hand. Finite, >= 0.
   std::vector<std::string> names =
       {};  ///< One a parameter, or none: then its running index over all groups.
+  /// Hyperparameters of this group in place of the optimizer's own, such as {"beta1", 0.8} or
+  /// {"momentum", 0.0}. Which names an optimizer takes is said at its class; others are refused.
+  std::map<std::string, double> options = {};
 };
 
 /// One tensor of an optimizer's state: "<parameter>.<state>", such as "0.exp_avg" or
@@ -26,6 +33,31 @@ struct ParameterGroup {
 struct NamedState {
   std::string name;
   at::Tensor tensor;
+};
+
+/// The value of a hyperparameter; std::monostate is Python's None.
+using OptionValue =
+    std::variant<std::monostate, bool, std::int64_t, double, std::vector<double>, std::string>;
+
+/// A hyperparameter by torch.optim's name: {"betas", {0.9, 0.999}}.
+struct NamedOption {
+  std::string name;
+  OptionValue value = std::monostate{};
+};
+
+/// What a step does about a NaN or an infinity in a gradient.
+enum class NonFinitePolicy : std::uint8_t {
+  pass,    ///< Does not look: they reach the parameters.
+  skip,    ///< Changes nothing, and says so in the StepResult.
+  refuse,  ///< Changes nothing and throws, naming the first parameter.
+};
+
+/// What a step did.
+struct StepResult {
+  bool skipped = false;      ///< NonFinitePolicy::skip met a gradient that is not finite.
+  std::int64_t updated = 0;  ///< Parameters that were updated.
+  std::string non_finite =
+      {};  ///< The first parameter with such a gradient; empty if none, and always with pass.
 };
 
 /// Updates parameters from their gradients. Base of every optimizer: it owns the groups and the
@@ -49,10 +81,16 @@ class Optimizer {
   /// Updates every parameter that has a gradient and bumps its version, so that a backward pass
   /// that still needs the old value fails with LibTorch's "modified by an inplace operation"
   /// instead of using the new one. Parameters without a gradient are left alone and get no state.
-  /// NaN and infinity pass through.
+  /// NaN and infinity pass through unless set_non_finite_policy says otherwise.
   /// @throws UserError before any write, naming the parameter: sparse gradient, or one of another
-  /// dtype or device.
-  void step();
+  /// dtype or device; and if an OptimizerInBackward holds this optimizer.
+  StepResult step();
+
+  /// What the next steps do about gradients that are not finite. Looking costs one more read of the
+  /// gradients and one wait for each device that holds some.
+  /// @throws UserError for skip while an OptimizerInBackward holds this optimizer.
+  void set_non_finite_policy(NonFinitePolicy policy);
+  NonFinitePolicy non_finite_policy() const { return non_finite_policy_; }
 
   /// Drops every gradient, or fills it with zeros in place when @p set_to_none is false.
   void zero_grad(bool set_to_none = true);
@@ -62,6 +100,30 @@ class Optimizer {
   /// Sets the learning rate of every group, or of one. @throws UserError unless finite and >= 0.
   void set_learning_rate(double lr);
   void set_learning_rate(std::size_t group, double lr);
+
+  /// Appends a group, whose parameters have no state yet, as torch.optim's add_param_group.
+  /// @throws UserError, with nothing changed, as the constructor does, and while an
+  /// OptimizerInBackward holds this optimizer.
+  void add_group(ParameterGroup group);
+
+  /// Sets "lr", "weight_decay" or one of the group's options from the next step on.
+  /// @throws UserError, with nothing changed, on a name this optimizer does not take or a value out
+  /// of its range.
+  void set_option(std::size_t group, const std::string& name, double value);
+
+  /// The names that set_option and ParameterGroup::options take.
+  std::vector<std::string> option_names() const;
+
+  /// The hyperparameters of a group by torch.optim's names, lr and weight_decay included, in
+  /// torch.optim's order where torch has the optimizer.
+  std::vector<NamedOption> hyperparameters(std::size_t group) const;
+
+  /// The name of each parameter, in the order of the groups: as given, or its running index.
+  std::vector<std::string> parameter_names() const;
+
+  /// True while an OptimizerInBackward holds this optimizer: step() is refused then, and gradients
+  /// are gone when backward ends.
+  bool steps_in_backward() const { return in_backward_; }
 
   /// The state in order of parameters, then of torch.optim's names (step, exp_avg, ...,
   /// momentum_buffer). The tensors are the live ones: clone them to keep a moment. Empty until the
@@ -97,11 +159,30 @@ class Optimizer {
   };
 
   /// @param component  Name in messages, such as "adamw".
-  Optimizer(std::string component, std::vector<ParameterGroup> groups);
+  /// @param group_options  Names that ParameterGroup::options may have; give check_group if any.
+  Optimizer(std::string component, std::vector<ParameterGroup> groups,
+            std::vector<std::string> group_options = {});
+
+  /// Refuses a group whose options are out of their ranges. Call check_groups() at the end of the
+  /// constructor; later groups and values are checked by the base.
+  virtual void check_group(const ParameterGroup&) const {}
+  void check_groups() const;
+
+  /// The group's own value of an option, or @p fallback.
+  static double option_of(const ParameterGroup& group, const std::string& name, double fallback);
+
+  /// hyperparameters() of a group. The default: lr, weight_decay and the group's own options.
+  virtual std::vector<NamedOption> options_of(const ParameterGroup& group) const;
 
   /// The state of @p parameter, the same at every call. Must not depend on anything that changes
   /// after construction.
   virtual std::vector<StateSpec> state_specs(const at::Tensor& parameter) const = 0;
+
+  /// The state of the parameter in @p slot, for optimizers where it depends on the parameter's name
+  /// or group as well. The default asks state_specs.
+  virtual std::vector<StateSpec> slot_state_specs(const Slot& slot) const {
+    return state_specs(slot.parameter);
+  }
 
   /// Updates slots of one group, dtype and device, each with a dense gradient of that dtype and
   /// device and with its state in place. Runs without autograd.
@@ -112,14 +193,24 @@ class Optimizer {
   virtual void check_slot(const Slot&) const {}
 
   const std::string& component() const { return component_; }
+  const std::vector<Slot>& slots() const { return slots_; }
 
  private:
+  friend class OptimizerInBackward;
+
+  void check_and_append(const ParameterGroup& group, std::vector<Slot>& slots) const;
+  void check_options(const ParameterGroup& group) const;
+  void check_gradient(const Slot& slot) const;
   std::vector<Slot*> slots_with_gradient();
+  StepResult update_all(const std::vector<Slot*>& ready);
   void create_state(Slot& slot);
 
   std::string component_;
+  std::vector<std::string> group_options_;
   std::vector<ParameterGroup> groups_;
   std::vector<Slot> slots_;
+  NonFinitePolicy non_finite_policy_ = NonFinitePolicy::pass;
+  bool in_backward_ = false;
 };
 
 /// True where LibTorch's fused kernels may run on @p parameter: CPU or CUDA, float32, float64,

@@ -46,6 +46,24 @@ void update_foreach(const ParameterGroup& group, const SGDOptions& options, cons
   at::_foreach_add_(lists.parameters, gradients, at::Scalar(-group.lr));
 }
 
+void check_ranges(const std::string& component, const SGDOptions& options) {
+  GRADUS_CHECK(component, std::isfinite(options.momentum) && options.momentum >= 0.0,
+               "momentum must be finite and >= 0; got ", options.momentum);
+  GRADUS_CHECK(component, std::isfinite(options.dampening), "dampening must be finite; got ",
+               options.dampening);
+  GRADUS_CHECK(component, !options.nesterov || (options.momentum > 0.0 && options.dampening == 0.0),
+               "nesterov needs momentum > 0 and dampening 0; got momentum ", options.momentum,
+               " and dampening ", options.dampening);
+}
+
+SGDOptions with_group(const SGDOptions& options, const ParameterGroup& group,
+                      double (*option_of)(const ParameterGroup&, const std::string&, double)) {
+  auto result = options;
+  result.momentum = option_of(group, "momentum", options.momentum);
+  result.dampening = option_of(group, "dampening", options.dampening);
+  return result;
+}
+
 }  // namespace
 
 SGD::SGD(std::vector<at::Tensor> parameters, const SGDOptions& options)
@@ -55,15 +73,28 @@ SGD::SGD(std::vector<at::Tensor> parameters, const SGDOptions& options)
           options) {}
 
 SGD::SGD(std::vector<ParameterGroup> groups, const SGDOptions& options)
-    : Optimizer("sgd", std::move(groups)), options_(options) {
-  GRADUS_CHECK(component(), std::isfinite(options.momentum) && options.momentum >= 0.0,
-               "momentum must be finite and >= 0; got ", options.momentum);
-  GRADUS_CHECK(component(), std::isfinite(options.dampening), "dampening must be finite; got ",
-               options.dampening);
-  GRADUS_CHECK(component(),
-               !options.nesterov || (options.momentum > 0.0 && options.dampening == 0.0),
-               "nesterov needs momentum > 0 and dampening 0; got momentum ", options.momentum,
-               " and dampening ", options.dampening);
+    : Optimizer("sgd", std::move(groups), {"momentum", "dampening"}), options_(options) {
+  check_ranges(component(), options_);
+  check_groups();
+}
+
+void SGD::check_group(const ParameterGroup& group) const {
+  const auto own = with_group(options_, group, option_of);
+  check_ranges(component(), own);
+  GRADUS_CHECK(component(), (own.momentum == 0.0) == (options_.momentum == 0.0),
+               "a group's momentum must be 0 if and only if the optimizer's is, which decides "
+               "whether there is a momentum_buffer; got ",
+               own.momentum, " and ", options_.momentum);
+}
+
+std::vector<NamedOption> SGD::options_of(const ParameterGroup& group) const {
+  const auto own = with_group(options_, group, option_of);
+  return {{"lr", group.lr},
+          {"momentum", own.momentum},
+          {"dampening", own.dampening},
+          {"weight_decay", group.weight_decay},
+          {"nesterov", own.nesterov},
+          {"maximize", own.maximize}};
 }
 
 std::vector<Optimizer::StateSpec> SGD::state_specs(const at::Tensor& parameter) const {
@@ -82,6 +113,7 @@ void SGD::check_slot(const Slot& slot) const {
 }
 
 void SGD::update(const ParameterGroup& group, std::span<Slot* const> slots) {
+  const auto own = with_group(options_, group, option_of);
   // Indexed by first update: the kernels take that as one flag for the whole list.
   std::array<Lists, 2> fused, foreach;
   for (const Slot* slot : slots) {
@@ -93,8 +125,8 @@ void SGD::update(const ParameterGroup& group, std::span<Slot* const> slots) {
     if (!slot->state.empty()) lists.buffers.push_back(slot->state[0]);
   }
   for (const bool first : {false, true}) {
-    if (!fused[first].parameters.empty()) update_fused(group, options_, fused[first], first);
-    if (!foreach[first].parameters.empty()) update_foreach(group, options_, foreach[first], first);
+    if (!fused[first].parameters.empty()) update_fused(group, own, fused[first], first);
+    if (!foreach[first].parameters.empty()) update_foreach(group, own, foreach[first], first);
   }
 }
 

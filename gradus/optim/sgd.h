@@ -28,6 +28,7 @@ struct SGDOptions {
 /// to the gradient undampened.
 ///
 /// State of a parameter: momentum_buffer (the parameter's shape and dtype); none without momentum.
+/// Options of a group: momentum (0 only if the optimizer's is 0 too) and dampening.
 class SGD final : public Optimizer {
  public:
   /// One group with the options' lr and weight_decay. @throws UserError on an option out of its
@@ -42,6 +43,8 @@ class SGD final : public Optimizer {
   std::vector<StateSpec> state_specs(const at::Tensor& parameter) const override;
   void update(const ParameterGroup& group, std::span<Slot* const> slots) override;
   void check_slot(const Slot& slot) const override;
+  void check_group(const ParameterGroup& group) const override;
+  std::vector<NamedOption> options_of(const ParameterGroup& group) const override;
 
   SGDOptions options_;
 };
