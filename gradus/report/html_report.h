@@ -29,7 +29,10 @@ struct ReportData {
   std::int64_t parameter_count = 0;
   std::string plan{};         ///< The plan chosen: "recompute 4 of 6 segments, micro-batch 8".
   std::string plan_reason{};  ///< Why: "the fastest of 12 that fit; ...".
-  std::int64_t microbatch_size = 0;        ///< Examples in one forward.
+  std::string precision{};                 ///< "bf16: operators cast by lists, weights float32".
+  std::string optimizer{};                 ///< "adamw, state in 8 bits".
+  std::int64_t effective_batch = 0;        ///< Examples in one optimizer step.
+  std::int64_t microbatch_size = 0;        ///< Examples in one forward, at most.
   std::int64_t microbatches_per_step = 0;  ///< Forwards in one optimizer step.
   std::int64_t recomputed_segments = 0;
   std::int64_t segments = 0;  ///< Segments that could be recomputed.

@@ -83,7 +83,10 @@ TEST(HtmlReportTest, ShowsEverythingThatTheRunTells) {
                            "12,281,856",
                            "micro-batch 8, recompute 4 of 6 segments",
                            "the fastest of 14 plans",
-                           "8 examples, 4 per step (batch of 32)",
+                           "8 examples, 4 per step",
+                           "Effective batch</th><td>32 examples",
+                           "Precision</th><td>bf16",
+                           "Optimizer</th><td>adamw",
                            ">4 of 6<",
                            "600.0 MiB",
                            "572.7 MiB (95.5% of the limit)",
@@ -128,7 +131,7 @@ TEST(HtmlReportTest, HostileTextIsInertWhereverItStands) {
   ReportData data = example_report();
   const std::size_t scripts = occurrences(html_report(data), "<script");
   for (std::string* text :
-       {&data.title, &data.status, &data.created, &data.model, &data.plan, &data.plan_reason,
+       {&data.title, &data.status, &data.created, &data.model, &data.plan, &data.plan_reason, &data.precision, &data.optimizer,
         &data.plain_source, &data.timeline_label, &data.loss_label, &data.item, &data.sample_prompt,
         &data.sample_text, &data.phases[0].name, &data.phases[1].name, &data.configuration[0].first,
         &data.configuration[0].second, &data.environment[0].first, &data.environment[0].second}) {

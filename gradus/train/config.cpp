@@ -12,11 +12,17 @@
 
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
+#include <gradus/compress/policy.h>
 #include <gradus/models/gpt.h>
+#include <gradus/train/internal/one_of.h>
+#include <gradus/train/optimizers.h>
 #include <gradus/train/plan.h>
+#include <gradus/train/precision.h>
 
 namespace gradus::train {
 namespace {
+
+using internal::check_one_of;
 
 // A captureless lambda as the accessor of one field.
 #define GRADUS_KEY(table, name, flag, help)                                      \
@@ -43,6 +49,12 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(train, batch, "--batch",
                  "Sequences of one optimizer step; memory plans never change it"),
       GRADUS_KEY(train, seed, "--seed", "Seed of weights, order and dropout"),
+      GRADUS_KEY(train, accumulate, "--accumulate",
+                 "Micro-batches that a step's batch is split into; 0: the memory plan decides"),
+      GRADUS_KEY(train, precision, "--precision",
+                 "fp32, bf16, fp16, O0, O1, O2, O3, bf16-weights or bf16-stochastic"),
+      GRADUS_KEY(train, loss_scale, "--loss-scale",
+                 "dynamic or a number; empty: as the precision has it"),
       GRADUS_KEY(train, threads, "--threads", "Compute threads; 0 is LibTorch's default"),
       GRADUS_KEY(train, device, "--device", "cpu, or an accelerator of this build such as cuda:0"),
       GRADUS_KEY(train, eval_every, "--eval-every", "Steps between evaluations; 0 is never"),
@@ -65,9 +77,16 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(optimizer, clip_norm, "--clip-norm", "Largest gradient norm; 0 is no clipping"),
       GRADUS_KEY(memory, limit, "--memory",
                  "Hard limit of device memory, such as 600MiB; empty is none"),
+      GRADUS_KEY(optimizer, clip_value, "--clip-value",
+                 "Largest absolute value of a gradient's element; 0 is no clipping"),
       GRADUS_KEY(memory, plan, "--plan", "auto, none, or micro-batch=N,recompute=N"),
       GRADUS_KEY(memory, offload, "--offload",
                  "Where an automatic plan may move activations: none, host, or an existing folder"),
+      GRADUS_KEY(memory, optimizer_state, "--optimizer-state",
+                 "exact, or 8bit: an automatic plan may keep the optimizer's state in 8 bits"),
+      GRADUS_KEY(memory, compress, "--compress",
+                 "What an automatic plan may compress: none, lossless (equal gradients), or in a "
+                 "lossy form: bf16, fp16, fp10, fp8, int8, int4, int2"),
       GRADUS_KEY(sample, prompt, "--prompt", "Text that the sample continues"),
       GRADUS_KEY(sample, tokens, "--sample-tokens", "Tokens to generate; 0 is no sample"),
       GRADUS_KEY(sample, temperature, "--temperature",
@@ -156,6 +175,20 @@ std::string number_text(double value) {
 }
 
 }  // namespace
+
+compress::Lossy parse_lossy(const std::string& text) {
+  using compress::Lossy;
+  static constexpr std::pair<const char*, Lossy> kForms[] = {
+      {"none", Lossy::none}, {"lossless", Lossy::none}, {"bf16", Lossy::bf16},
+      {"fp16", Lossy::fp16}, {"fp10", Lossy::fp10},     {"fp8", Lossy::fp8},
+      {"int8", Lossy::int8}, {"int4", Lossy::int4},     {"int2", Lossy::int2}};
+  for (const auto& [name, lossy] : kForms)
+    if (text == name) return lossy;
+  throw UserError(base::join(
+      "[config] memory.compress must be none, lossless, bf16, fp16, fp10, fp8, int8, int4 or int2; "
+      "got '",
+      text, "'"));
+}
 
 const std::vector<ConfigKey>& config_keys() {
   static const std::vector<ConfigKey> keys = make_keys();
@@ -250,14 +283,6 @@ void validate(const TrainConfig& config) {
     GRADUS_CHECK("config", value >= low && value <= high, key, " must be between ", low, " and ",
                  high, "; got ", value);
   };
-  const auto one_of = [](const char* key, const std::string& value,
-                         std::initializer_list<const char*> known) {
-    const bool found =
-        std::any_of(known.begin(), known.end(), [&](const char* name) { return value == name; });
-    std::string names;
-    for (const char* name : known) names += (names.empty() ? "" : " or ") + std::string(name);
-    GRADUS_CHECK("config", found, key, " must be ", names, "; got '", value, "'");
-  };
   const std::string model_defect =
       models::defect({.vocabulary = std::max<std::int64_t>(config.data.vocabulary, 1),
                       .context = config.model.context,
@@ -267,17 +292,26 @@ void validate(const TrainConfig& config) {
                       .dropout = config.model.dropout,
                       .bias = config.model.bias});
   GRADUS_CHECK("config", model_defect.empty(), "model: ", model_defect);
-  one_of("data.tokenizer", config.data.tokenizer, {"sentencepiece", "bytes"});
+  check_one_of("data.tokenizer", config.data.tokenizer, {"sentencepiece", "bytes"});
   within("data.validation_ratio", config.data.validation_ratio, 0.0, 0.5);
   at_least("train.steps", config.train.steps, 1);
   at_least("train.batch", config.train.batch, 1);
   at_least("train.seed", config.train.seed, 0);
+  GRADUS_CHECK("config",
+               config.train.accumulate >= 0 && config.train.accumulate <= config.train.batch,
+               "train.accumulate must be between 0 and train.batch (", config.train.batch,
+               "); got ", config.train.accumulate);
+  GRADUS_CHECK("config", config.train.accumulate == 0 || !config.memory.plan.starts_with("micro"),
+               "train.accumulate and memory.plan must not both say how many micro-batches a step "
+               "has; got ",
+               config.train.accumulate, " and '", config.memory.plan, "'");
+  precision_options(config);
   at_least("train.threads", config.train.threads, 0);
   at_least("train.eval_every", config.train.eval_every, 0);
   at_least("train.eval_sequences", config.train.eval_sequences, 1);
   at_least("train.save_every", config.train.save_every, 0);
   at_least("train.keep", config.train.keep, 1);
-  one_of("optimizer.kind", config.optimizer.kind, {"adamw", "sgd"});
+  check_one_of("optimizer.kind", config.optimizer.kind, optimizer_kinds());
   within("optimizer.lr", config.optimizer.lr, 0.0, 1e6);
   at_least("optimizer.warmup", config.optimizer.warmup, 0);
   GRADUS_CHECK("config", config.optimizer.warmup < config.train.steps,
@@ -293,6 +327,7 @@ void validate(const TrainConfig& config) {
   within("optimizer.momentum", config.optimizer.momentum, 0.0, 1e6);
   within("optimizer.min_lr_ratio", config.optimizer.min_lr_ratio, 0.0, 1.0);
   within("optimizer.clip_norm", config.optimizer.clip_norm, 0.0, 1e30);
+  within("optimizer.clip_value", config.optimizer.clip_value, 0.0, 1e30);
   if (!config.memory.limit.empty()) {
     GRADUS_CHECK("config", base::parse_bytes(config.memory.limit) > 0,
                  "memory.limit must be above 0; got '", config.memory.limit, "'");
@@ -302,6 +337,19 @@ void validate(const TrainConfig& config) {
   GRADUS_CHECK("config", config.memory.offload == "none" || config.memory.plan == "auto",
                "memory.offload is for automatic plans; got '", config.memory.offload,
                "' with memory.plan ", config.memory.plan);
+  check_one_of("memory.optimizer_state", config.memory.optimizer_state, {"exact", "8bit"});
+  GRADUS_CHECK(
+      "config",
+      config.memory.optimizer_state == "exact" ||
+          (config.memory.plan == "auto" && eight_bit_kind(config.optimizer.kind)),
+      "memory.optimizer_state = 8bit is for automatic plans and for optimizers that have an "
+      "8-bit form (adam, adamw, sgd); got memory.plan ",
+      config.memory.plan, " and optimizer.kind ", config.optimizer.kind);
+  GRADUS_CHECK(
+      "config",
+      parse_lossy(config.memory.compress) == compress::Lossy::none || config.memory.plan == "auto",
+      "lossy compression is for automatic plans; got memory.compress ", config.memory.compress,
+      " with memory.plan ", config.memory.plan);
   parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
   at_least("sample.tokens", config.sample.tokens, 0);
   GRADUS_CHECK("config",

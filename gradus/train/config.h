@@ -6,6 +6,10 @@
 #include <variant>
 #include <vector>
 
+namespace gradus::compress {
+enum class Lossy : std::uint8_t;
+}
+
 namespace gradus::train {
 
 /// Everything a run is made of: one tree, from which the TOML keys, the command-line flags and the
@@ -31,7 +35,10 @@ struct TrainConfig {
     std::int64_t batch =
         32;  ///< Sequences of one optimizer step: the effective batch, which no plan changes.
     std::int64_t seed = 1;
-    std::int64_t threads = 0;  ///< 0: LibTorch's default.
+    std::int64_t accumulate = 0;     ///< Micro-batches of a step; 0: the plan decides.
+    std::string precision = "fp32";  ///< As precision_options() takes it.
+    std::string loss_scale;          ///< "dynamic" or a number; empty: as the precision has it.
+    std::int64_t threads = 0;        ///< 0: LibTorch's default.
     std::string device = "cpu";
     std::int64_t eval_every = 50;
     std::int64_t eval_sequences = 64;
@@ -40,7 +47,7 @@ struct TrainConfig {
     std::string out;        ///< Run directory; empty: runs/<name of the configuration>-<date>.
   } train;
   struct Optimizer {
-    std::string kind = "adamw";
+    std::string kind = "adamw";  ///< One of optimizer_kinds().
     double lr = 1e-3;
     std::int64_t warmup = 20;
     double min_lr_ratio = 0.1;
@@ -49,12 +56,17 @@ struct TrainConfig {
     double beta2 = 0.95;
     double eps = 1e-8;
     double momentum = 0.9;
-    double clip_norm = 1.0;  ///< 0: no clipping.
+    double clip_norm = 1.0;   ///< 0: no clipping.
+    double clip_value = 0.0;  ///< 0: no clipping. After clip_norm.
   } optimizer;
   struct Memory {
-    std::string limit;             ///< "600MiB"; empty: none.
-    std::string plan = "auto";     ///< "auto", "none", or "micro-batch=4,recompute=3".
-    std::string offload = "none";  ///< "none", "host", or a folder on a disk.
+    std::string limit;                  ///< "600MiB"; empty: none.
+    std::string plan = "auto";          ///< "auto", "none", or "micro-batch=4,recompute=3".
+    std::string offload = "none";       ///< "none", "host", or a folder on a disk.
+    std::string compress = "lossless";  ///< "none", "lossless", or a lossy form: see parse_lossy().
+    /// "exact": as optimizer.kind says. "8bit": an automatic plan may take the 8-bit form of that
+    /// optimizer in its place.
+    std::string optimizer_state = "exact";
   } memory;
   struct Sample {
     std::string prompt = "In the beginning";
@@ -63,6 +75,10 @@ struct TrainConfig {
     std::int64_t top_k = 40;  ///< 0: all.
   } sample;
 };
+
+/// The lossy form that memory.compress allows: "bf16", "fp16", "fp10", "fp8", "int8", "int4",
+/// "int2"; none for "none" and "lossless". @throws UserError on anything else.
+compress::Lossy parse_lossy(const std::string& text);
 
 /// One key of the configuration.
 struct ConfigKey {

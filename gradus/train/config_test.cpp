@@ -111,7 +111,12 @@ TEST_F(ConfigTest, ValidateNamesTheKeyTheRequirementAndTheValue) {
       {"train.steps", "0", "train.steps must be at least 1; got 0"},
       {"train.batch", "-3", "train.batch must be at least 1; got -3"},
       {"model.dropout", "1.0", "dropout"},
-      {"optimizer.kind", "adam", "optimizer.kind must be adamw or sgd; got 'adam'"},
+      {"optimizer.kind", "adamx", "optimizer.kind must be adamw or adam or sgd"},
+      {"optimizer.clip_value", "-1", "optimizer.clip_value must be between"},
+      {"train.accumulate", "33", "train.accumulate must be between 0 and train.batch (32); got 33"},
+      {"train.precision", "fp8", "train.precision must be fp32 or bf16 or fp16"},
+      {"train.loss_scale", "dynamic", "train.loss_scale is for mixed precision"},
+      {"memory.optimizer_state", "4bit", "memory.optimizer_state must be exact or 8bit"},
       {"optimizer.lr", "nan", "optimizer.lr must be between"},
       {"optimizer.warmup", "200", "optimizer.warmup must be below train.steps (200); got 200"},
       {"optimizer.beta1", "1", "optimizer.beta1 must be in [0, 1); got 1"},
@@ -122,12 +127,23 @@ TEST_F(ConfigTest, ValidateNamesTheKeyTheRequirementAndTheValue) {
       {"memory.limit", "0", "memory.limit must be above 0"},
       {"memory.plan", "fast", "[plan]"},
       {"memory.offload", "", "memory.offload must be"},
+      {"memory.compress", "", "memory.compress must be none, lossless, bf16"},
+      {"memory.compress", "int3", "got 'int3'"},
       {"memory.plan", "micro-batch=0,recompute=1", "[plan]"},
       {"memory.plan", "micro-batch=1,recompute=7", "[plan]"},
       {"data.tokenizer", "words", "data.tokenizer must be sentencepiece or bytes"},
       {"data.validation_ratio", "0.9", "data.validation_ratio must be between 0 and 0.5"},
       {"sample.prompt", "", "sample.prompt must not be empty"},
   };
+  TrainConfig both;
+  both.train.accumulate = 2;
+  both.memory.plan = "micro-batch=4,recompute=0";
+  EXPECT_THAT(error_of([&] { validate(both); }), HasSubstr("must not both say"));
+  TrainConfig without_form;
+  without_form.memory.optimizer_state = "8bit";
+  EXPECT_EQ(error_of([&] { validate(without_form); }), "no error");
+  without_form.optimizer.kind = "lamb";
+  EXPECT_THAT(error_of([&] { validate(without_form); }), HasSubstr("optimizer.kind lamb"));
   for (const auto& [path, value, expected] : cases) {
     SCOPED_TRACE(std::string(path) + " = " + value);
     TrainConfig config;

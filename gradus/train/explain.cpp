@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/utils.h>
 
+#include <gradus/amp/levels/levels.h>
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
@@ -18,6 +19,7 @@
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
 #include <gradus/train/planning.h>
+#include <gradus/train/precision.h>
 #include <gradus/train/run_data.h>
 
 namespace gradus::train {
@@ -246,11 +248,17 @@ PlanExplanation explain_plan(const TrainConfig& config, const TrainerEnvironment
     const base::MemoryCategoryScope parameters(base::MemoryCategory::parameters);
     return make_gpt(config, vocabulary);
   }();
+  amp::Amp amp = [&] {
+    const base::MemoryCategoryScope parameters(base::MemoryCategory::parameters);
+    return amp::initialize(*gpt, precision_options(config));
+  }();
   const MemoryAttribution attribution(*gpt);
   PlanExplanation explanation;
-  explanation.choice = plan_training(
-      config, gpt, data.training,
-      {.batch = config.train.batch, .limit_bytes = limit_bytes, .moments = true}, environment);
+  explanation.choice =
+      plan_training(config, gpt, amp, data.training,
+                    {.batch = config.train.batch, .limit_bytes = limit_bytes, .moments = true},
+                    environment)
+          .choice;
   explanation.page = page_of(explanation.choice, config, vocabulary, environment.date);
   explanation.text = text_of(explanation.choice, explanation.page, config.train.batch);
   explanation.json = json_of(explanation.choice, explanation.page, config.train.batch);

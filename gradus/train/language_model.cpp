@@ -7,8 +7,6 @@
 #include <torch/nn/module.h>
 
 #include <gradus/base/error.h>
-#include <gradus/optim/adamw.h>
-#include <gradus/optim/sgd.h>
 #include <gradus/recompute/checkpoint.h>
 
 namespace gradus::train {
@@ -42,7 +40,10 @@ at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT
       x = block->forward(x);
     }
   }
-  const at::Tensor logits_BTV = gpt.head(x);
+  // A model of 16 bits has logits of 16 bits; a mean over thousands of tokens wants more.
+  const at::Tensor head_BTV = gpt.head(x);
+  const at::Tensor logits_BTV =
+      at::isReducedFloatingType(head_BTV.scalar_type()) ? head_BTV.to(at::kFloat) : head_BTV;
   return at::cross_entropy_loss(logits_BTV.flatten(0, 1), targets_BT.flatten());
 }
 
@@ -78,30 +79,6 @@ double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t se
   }
   restore();
   return sum / static_cast<double>(done);
-}
-
-std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& config,
-                                                 const torch::nn::Module& module, double lr) {
-  optim::ParameterGroup decayed{.parameters = {}, .lr = lr, .weight_decay = config.weight_decay};
-  optim::ParameterGroup free{.parameters = {}, .lr = lr, .weight_decay = 0.0};
-  for (const auto& entry : module.named_parameters()) {
-    optim::ParameterGroup& group = entry.value().dim() >= 2 ? decayed : free;
-    group.parameters.push_back(entry.value());
-    group.names.push_back(entry.key());
-  }
-  std::vector<optim::ParameterGroup> groups;
-  for (optim::ParameterGroup* group : {&decayed, &free}) {
-    if (!group->parameters.empty()) groups.push_back(std::move(*group));
-  }
-  if (config.kind == "sgd") {
-    return std::make_unique<optim::SGD>(std::move(groups),
-                                        optim::SGDOptions{.momentum = config.momentum});
-  }
-  GRADUS_CHECK("train", config.kind == "adamw", "optimizer.kind must be adamw or sgd; got '",
-               config.kind, "'");
-  return std::make_unique<optim::AdamW>(
-      std::move(groups),
-      optim::AdamWOptions{.beta1 = config.beta1, .beta2 = config.beta2, .eps = config.eps});
 }
 
 }  // namespace gradus::train

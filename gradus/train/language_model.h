@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,7 +9,6 @@
 
 #include <gradus/data/batches.h>
 #include <gradus/models/gpt.h>
-#include <gradus/optim/optimizer.h>
 #include <gradus/train/config.h>
 
 namespace torch::nn {
@@ -28,8 +26,8 @@ models::Gpt make_gpt(const TrainConfig& config, std::int64_t vocabulary);
 /// Parameters and buffers by name.
 std::vector<std::pair<std::string, at::Tensor>> named_tensors(const torch::nn::Module& module);
 
-/// The mean cross-entropy of @p targets_BT, in nats a token. Keeps nothing of the first @p
-/// recomputed blocks for backward but their inputs.
+/// The mean cross-entropy of @p targets_BT, in nats a token, in float32 or wider. Keeps nothing of
+/// the first @p recomputed blocks for backward but their inputs.
 at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT,
                                const at::Tensor& targets_BT, std::int64_t recomputed);
 
@@ -37,10 +35,5 @@ at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT
 /// @p micro_batch at a time. Leaves stream, mode and random state as they were.
 double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t sequences,
                 std::int64_t micro_batch);
-
-/// The optimizer of a configuration: weight decay for matrices only, as is usual for transformers.
-/// @param lr  The rate it starts with; a schedule sets another before each step.
-std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig::Optimizer& config,
-                                                 const torch::nn::Module& module, double lr);
 
 }  // namespace gradus::train

@@ -21,6 +21,14 @@ std::shared_ptr<const EvictionPlan> PassPlans::find(std::int64_t size, bool late
   return found == plans_.end() ? nullptr : found->second;
 }
 
+bool PassPlans::compress() const {
+  return std::ranges::any_of(plans_, [](const auto& entry) {
+    return std::ranges::any_of(entry.second->calls, [](const recompute::PlannedCall& call) {
+      return call.disposition == recompute::Disposition::leave;
+    });
+  });
+}
+
 std::int64_t Trial::peak_bytes() const {
   return std::max({first.peak_bytes, later ? later->peak_bytes : 0, optimizer_peak_bytes});
 }
@@ -36,8 +44,12 @@ constexpr double kQuickPlanning_s = 0.3;  // for each of those sizes, at most
 struct Passes {
   StepTrace first;
   std::optional<StepTrace> later;
+  std::vector<plan::CompressedResult> first_compressed, later_compressed;
 
   const StepTrace& largest() const { return later ? *later : first; }
+  const std::vector<plan::CompressedResult>& largest_compressed() const {
+    return later ? later_compressed : first_compressed;
+  }
 };
 
 // A candidate with what it takes to run it.
@@ -104,7 +116,7 @@ class Search {
   bool knows(std::int64_t size) const { return small_size_ != large_size_ || size == large_size_; }
 
   void measure();
-  bool measure_size(std::int64_t size);
+  bool measure_size(std::int64_t size, bool encode = false);
   void measure_unlimited();
   [[noreturn]] void refuse();
   [[noreturn]] void below(const std::string& needs) const;
@@ -113,7 +125,7 @@ class Search {
   void consider_plain(const Plan& plan, std::int64_t size);
   bool consider_budget(const Plan& plan, std::int64_t size);
   void consider_online(const Plan& plan);
-  std::optional<plan::MemoryPlan> plan_pass(const StepTrace& trace, double seconds) const;
+  std::optional<plan::MemoryPlan> plan_pass(const Passes& passes, double seconds) const;
   void fill_budget(Considered& considered, Passes passes, plan::MemoryPlan memory) const;
   void prove();
   bool try_out(Considered& considered, bool moments = false);
@@ -132,8 +144,9 @@ class Search {
   std::optional<std::int64_t> trial_limit_bytes_;  // in place of the limit that is on
 };
 
-bool Search::measure_size(std::int64_t size) {
-  auto trial = run_({.size = size, .accumulating = options_.batch > 1, .budget = true});
+bool Search::measure_size(std::int64_t size, bool encode) {
+  auto trial =
+      run_({.size = size, .accumulating = options_.batch > 1, .budget = true, .encode = encode});
   if (!trial) return false;
   // What a pass takes that records nothing, if it fits.
   if (!options_.only) {
@@ -160,7 +173,9 @@ bool Search::measure_size(std::int64_t size) {
 // Two small sizes whose programs allocate alike: tensors with a dimension of 1 take other paths.
 void Search::measure() {
   if (options_.only) {
-    if (!measure_size(options_.only->largest(options_.batch))) measure_unlimited();
+    const std::int64_t size = options_.only->largest(options_.batch);
+    if (!measure_size(size) && !(options_.compress && measure_size(size, /*encode=*/true)))
+      measure_unlimited();
     return;
   }
   const std::int64_t small = options_.batch >= 3 ? 2 : 1,
@@ -168,7 +183,7 @@ void Search::measure() {
   if (measure_size(small)) {
     if (large > small) measure_size(large);
   } else if (small == 1 || !measure_size(1)) {
-    measure_unlimited();
+    if (!options_.compress || !measure_size(1, /*encode=*/true)) measure_unlimited();
   }
 }
 
@@ -185,10 +200,12 @@ void Search::measure_unlimited() {
 }
 
 void Search::below(const std::string& needs) const {
-  throw UserError(base::join("[plan] the memory limit of ",
-                             base::format_bytes(options_.limit_bytes),
-                             " is below what this model needs", needs,
-                             "; raise --memory, shorten --context, or make the model smaller"));
+  throw UserError(base::join(
+      "[plan] the memory limit of ", base::format_bytes(options_.limit_bytes),
+      " is below what this model needs", needs,
+      options_.micro_batches > 0 ? "; let the plan choose the micro-batch (--accumulate 0), raise"
+                                 : "; raise",
+      " --memory, shorten --context, or make the model smaller"));
 }
 
 // Says which limit would do: the least that a plan of one sequence needs, shown by a trial.
@@ -199,6 +216,7 @@ void Search::refuse() {
   std::int64_t least = one->optimizer_peak_bytes;
   for (const MeasuredPass* pass : {&one->first, one->later ? &*one->later : &one->first}) {
     least = std::max(least, plan::least_bytes(pass->trace, {.limit_bytes = options_.limit_bytes,
+                                                            .compressed = pass->compressed,
                                                             .time_limit_s = options_.planning_s}));
   }
   // As the search would go under a higher limit; then a little more, since a search is timed and
@@ -227,9 +245,13 @@ Passes Search::passes_of(std::int64_t size) const {
   Passes passes;
   passes.first =
       plan::scale_trace(small_.first.trace, small_size_, large_.first.trace, large_size_, size);
+  passes.first_compressed = plan::scale_compressed(small_.first.compressed, small_size_,
+                                                   large_.first.compressed, large_size_, size);
   if (small_.later && large_.later) {
     passes.later =
         plan::scale_trace(small_.later->trace, small_size_, large_.later->trace, large_size_, size);
+    passes.later_compressed = plan::scale_compressed(small_.later->compressed, small_size_,
+                                                     large_.later->compressed, large_size_, size);
   }
   return passes;
 }
@@ -245,6 +267,7 @@ void Search::consider_sizes() {
   for (std::int64_t count = 1; count <= options_.batch; ++count) {
     const Plan plan{.micro_batches = count};
     const std::int64_t size = plan.largest(options_.batch);
+    if (options_.micro_batches > 0 && count != options_.micro_batches) continue;
     // More micro-batches of the same size gain nothing.
     if (size == last_size || !knows(size)) continue;
     last_size = size;
@@ -318,11 +341,12 @@ void Search::consider_plain(const Plan& plan, std::int64_t size) {
   considered_.push_back(std::move(considered));
 }
 
-std::optional<plan::MemoryPlan> Search::plan_pass(const StepTrace& trace, double seconds) const {
+std::optional<plan::MemoryPlan> Search::plan_pass(const Passes& passes, double seconds) const {
   try {
-    return plan::make_plan(trace, {.limit_bytes = options_.limit_bytes,
-                                   .offload = options_.offload,
-                                   .time_limit_s = seconds});
+    return plan::make_plan(passes.largest(), {.limit_bytes = options_.limit_bytes,
+                                              .offload = options_.offload,
+                                              .compressed = passes.largest_compressed(),
+                                              .time_limit_s = seconds});
   } catch (const UserError&) {
     return std::nullopt;  // no plan of it fits; refuse() says how much would do
   }
@@ -336,7 +360,7 @@ bool Search::consider_budget(const Plan& plan, std::int64_t size) {
   // A search need not take longer than some passes of what it plans.
   const double seconds = std::min(
       options_.planning_s, std::clamp(30.0 * passes.largest().seconds, 0.05, kQuickPlanning_s));
-  auto memory = plan_pass(passes.largest(), seconds);
+  auto memory = plan_pass(passes, seconds);
   if (!memory) return false;
   Considered considered;
   considered.candidate.plan = plan;
@@ -368,7 +392,7 @@ void Search::fill_budget(Considered& considered, Passes passes, plan::MemoryPlan
         passes.first,
         memory.dispositions.empty() ? EvictionPlan{}
                                     : plan::eviction_plan(passes.first, memory.dispositions),
-        options_.limit_bytes);
+        options_.limit_bytes, {.compressed = passes.first_compressed});
     candidate.fits = first.feasible;
     candidate.peak_bytes = std::max(candidate.peak_bytes, first.peak_bytes);
   }
@@ -451,11 +475,16 @@ void Search::prove() {
 // Plans anew from the trial of the very size, whose times are real ones, and keeps what is faster.
 void Search::refine(Considered& considered) {
   const Trial& trial = *considered.trial;
-  Passes passes{.first = trial.first.trace, .later = std::nullopt};
-  if (trial.later) passes.later = trial.later->trace;
+  Passes passes;
+  passes.first = trial.first.trace;
+  passes.first_compressed = trial.first.compressed;
+  if (trial.later) {
+    passes.later = trial.later->trace;
+    passes.later_compressed = trial.later->compressed;
+  }
   const double seconds =
       std::min(options_.planning_s, std::max(0.05, 100.0 * passes.largest().seconds));
-  auto memory = plan_pass(passes.largest(), seconds);
+  auto memory = plan_pass(passes, seconds);
   if (!memory) return;
   Considered again;
   again.candidate.plan = considered.candidate.plan;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <gradus/plan/planner.h>
+#include <gradus/plan/simulate.h>
 #include <gradus/recompute/eviction_plan.h>
 #include <gradus/recompute/step_trace.h>
 #include <gradus/train/plan.h>
@@ -23,6 +24,8 @@ class PassPlans {
   void set(std::int64_t size, bool later, recompute::EvictionPlan plan);
   /// The plan of a micro-batch of @p size sequences; null: online eviction.
   std::shared_ptr<const recompute::EvictionPlan> find(std::int64_t size, bool later) const;
+  /// Whether any of them leaves results to compression.
+  bool compress() const;
 
  private:
   std::map<std::pair<std::int64_t, bool>, std::shared_ptr<const recompute::EvictionPlan>> plans_;
@@ -35,6 +38,7 @@ struct TrialRequest {
   bool budget = false;        ///< Under a memory budget, and traced; else plain.
   const PassPlans* plans = nullptr;  ///< What the budget follows; null: online eviction.
   bool moments = false;              ///< Note the peak of each moment.
+  bool encode = false;  ///< Without plans the budget keeps smaller forms where they are half.
   /// In place of the limit that is on. 0: none, to tell how much a refused model would need.
   std::optional<std::int64_t> limit_bytes{};
 };
@@ -45,7 +49,8 @@ struct MeasuredPass {
   double seconds = 0.0;         ///< The least of several: others on the machine only slow it down.
   std::vector<std::int64_t> moment_bytes{};  ///< Peak of each moment, if asked for.
   recompute::StepTrace trace{};              ///< Under a budget; its seconds without the tracing.
-  bool strayed = false;                      ///< Under a budget: it did not follow its plan.
+  std::vector<plan::CompressedResult> compressed{};  ///< Of each traced call; empty: of none.
+  bool strayed = false;  ///< Under a budget: it did not follow its plan.
 };
 
 /// What one trial measured.
@@ -98,18 +103,22 @@ struct PlanChoice {
 
 struct PlanChoiceOptions {
   std::int64_t batch = 1;
-  std::int64_t limit_bytes = 0;  ///< > 0.
+  std::int64_t limit_bytes = 0;    ///< > 0.
+  std::int64_t micro_batches = 0;  ///< Only plans of so many; 0: any number.
   /// Only passes of a plan that is known already, which runs under a budget: what they drop.
   std::optional<Plan> only{};
   bool moments = false;  ///< Measure the chosen plan once more, moment by moment.
   /// What a plan may move elsewhere goes at this speed; unset: nothing is moved.
   std::optional<offload::Bandwidth> offload{};
+  /// Trials measure what compression would make of results, and plans may leave some to it.
+  bool compress = false;
   double planning_s = 2.0;  ///< For the chosen plan's search; the others get less. > 0.
 };
 
 /// Finds the fastest plan that fits.
 ///
-/// Traces micro-batches of two and of three sequences under online eviction, within the limit;
+/// Traces micro-batches of two and of three sequences under online eviction, within the limit (one
+/// of one sequence with compression where not even that fits, if allowed);
 /// scales the traces to every micro-batch size, plans each size that does not fit as it is
 /// (plan::make_plan), tries the best under the limit and takes the fastest that is proved to fit.
 /// @throws UserError if no plan fits, naming the least limit that was seen to suffice.

@@ -26,6 +26,10 @@ struct Machine {
   double overhead_s = 0.01, forward_s = 1.0;  // of a micro-batch, of a sequence
   // Bytes a sequence that appear only from 8 sequences on: what a prediction cannot know.
   std::int64_t hidden = 0;
+  // What forward calls need on the way, and what backward has in memory from its start.
+  std::int64_t forward_workspace = 0, early_gradients = 0;
+  // Bytes a sequence of an activation in smaller form; 0: there is none.
+  std::int64_t small = 0;
   int runs = 0, beyond_the_limit = 0;
 
   StepTrace trace(std::int64_t size, bool later) const {
@@ -35,11 +39,19 @@ struct Machine {
         std::vector<double>(n, forward_s * static_cast<double>(size) / static_cast<double>(n)));
     const std::int64_t rest = weights + (later ? gradients : 0) + (size >= 8 ? hidden * size : 0);
     for (auto& moment : trace.moments) {
-      moment.rest_bytes = rest;
-      moment.other_bytes = rest + workspace;
+      moment.rest_bytes = rest + (moment.backward ? early_gradients : 0);
+      moment.other_bytes =
+          moment.rest_bytes + workspace + (moment.backward ? 0 : forward_workspace);
     }
     trace.seconds = overhead_s + 3.0 * forward_s * static_cast<double>(size);
     return trace;
+  }
+  std::vector<plan::CompressedResult> compressed(std::int64_t size) const {
+    if (small == 0) return {};
+    return std::vector<plan::CompressedResult>(
+        trace(size, false).calls.size(), {.bytes = small * size,
+                                          .encode_seconds = 1e-3 * static_cast<double>(size),
+                                          .decode_seconds = 1e-3 * static_cast<double>(size)});
   }
   std::int64_t optimizer_peak() const { return weights + gradients + workspace; }
   std::int64_t plain_peak(std::int64_t size, bool accumulating) const {
@@ -51,21 +63,29 @@ struct Machine {
   // Least limit under which a step of one sequence at a time is known to run.
   std::int64_t least(bool accumulating) const {
     return std::max(optimizer_peak(),
-                    plan::least_bytes(trace(1, accumulating), {.limit_bytes = 1 << 20}));
+                    plan::least_bytes(trace(1, accumulating),
+                                      {.limit_bytes = 1 << 20, .compressed = compressed(1)}));
   }
 
   std::optional<MeasuredPass> pass(const TrialRequest& request, bool later,
                                    std::int64_t bound) const {
     MeasuredPass pass;
     pass.trace = trace(request.size, later);
-    const auto plan = request.plans == nullptr ? nullptr : request.plans->find(request.size, later);
-    const plan::Simulation done =
-        plan::simulate(pass.trace, plan == nullptr ? recompute::EvictionPlan{} : *plan,
-                       request.budget ? bound : 0);
+    pass.compressed = compressed(request.size);
+    const auto found =
+        request.plans == nullptr ? nullptr : request.plans->find(request.size, later);
+    recompute::EvictionPlan plan = found == nullptr ? recompute::EvictionPlan{} : *found;
+    if (found == nullptr && request.encode && small > 0) {
+      plan = plan::eviction_plan(
+          pass.trace, std::vector<recompute::Disposition>(pass.trace.calls.size(),
+                                                          recompute::Disposition::leave));
+    }
+    const plan::Simulation done = plan::simulate(pass.trace, plan, request.budget ? bound : 0,
+                                                 {.compressed = pass.compressed});
     if (!done.feasible || (bound > 0 && done.peak_bytes > bound)) return std::nullopt;
     pass.peak_bytes = pass.trace.peak_bytes = done.peak_bytes;
-    pass.seconds = pass.trace.seconds + done.replay_seconds;
-    if (!request.budget) pass.trace = {};
+    pass.seconds = pass.trace.seconds + done.replay_seconds + done.move_seconds;
+    if (!request.budget) pass.trace = {}, pass.compressed = {};
     return pass;
   }
   TrialRunner runner() {
@@ -87,7 +107,11 @@ struct Machine {
     };
   }
   PlanChoice choose(std::int64_t batch, std::optional<Plan> only = std::nullopt) {
-    return choose_plan({.batch = batch, .limit_bytes = limit, .only = only, .planning_s = 0.05},
+    return choose_plan({.batch = batch,
+                        .limit_bytes = limit,
+                        .only = only,
+                        .compress = small > 0,
+                        .planning_s = 0.05},
                        runner());
   }
   // Whether a step of the chosen plan runs.
@@ -133,6 +157,40 @@ TEST(PlanChoiceTest, DropsAndRunsAgainWhereMicroBatchesAreDear) {
   EXPECT_EQ(row.plan, choice.plan);
   EXPECT_GT(row.recomputed.bytes, 0);
   EXPECT_EQ(row.kept.bytes + row.recomputed.bytes, 4 * 32 * machine.activations);
+}
+
+TEST(PlanChoiceTest, LeavesToCompressionWhatIsCheaperToCompress) {
+  Machine machine{.small = 10};
+  machine.overhead_s = 50.0;
+  machine.limit = machine.weights + (machine.plain_peak(32, false) - machine.weights) * 4 / 5;
+  const PlanChoice choice = machine.choose(32);
+  EXPECT_EQ(choice.plan, (Plan{.micro_batches = 1, .budget = true}));
+  EXPECT_TRUE(choice.passes.compress());
+  EXPECT_LE(choice.trial_peak_bytes, machine.limit);
+  EXPECT_EQ(choice.predicted_peak_bytes, choice.trial_peak_bytes);
+  EXPECT_NEAR(choice.predicted_seconds, choice.trial_seconds, 1e-6);
+  const PlanCandidate& row = choice.candidates[choice.chosen];
+  EXPECT_GT(row.compressed.bytes, 0);
+  EXPECT_EQ(row.kept.bytes + row.recomputed.bytes + row.compressed.bytes,
+            4 * 32 * machine.activations);
+}
+
+TEST(PlanChoiceTest, ALimitThatOnlyCompressionMeetsIsMetWithinIt) {
+  for (const std::int64_t batch : {1, 16}) {
+    // No activation can be made again beside the gradients, nor all be kept.
+    Machine plain{
+        .segments = 9, .activations = 5000, .forward_workspace = 20000, .early_gradients = 20000};
+    Machine machine = plain;
+    machine.small = 50;
+    const std::int64_t without = plain.least(batch > 1), with = machine.least(batch > 1);
+    ASSERT_LT(with, without * 95 / 100);
+    plain.limit = machine.limit = (with + without) / 2;
+    EXPECT_THROW(plain.choose(batch), UserError);
+    const PlanChoice choice = machine.choose(batch);
+    EXPECT_TRUE(choice.passes.compress());
+    EXPECT_TRUE(machine.runs_step(choice, batch));
+    EXPECT_EQ(machine.beyond_the_limit, 0);
+  }
 }
 
 TEST(PlanChoiceTest, FitsOneSequenceAtTheLeastLimit) {

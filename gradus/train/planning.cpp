@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
+#include <gradus/amp/levels/levels.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/plan/store_stash.h>
-#include <gradus/train/language_model.h>
+#include <gradus/train/optimizers.h>
 #include <gradus/train/step_trial.h>
 
 namespace gradus::train {
@@ -20,10 +21,49 @@ std::optional<offload::OffloadOptions> offload_options(const TrainConfig& config
   return options;
 }
 
-PlanChoice plan_training(const TrainConfig& config, const models::Gpt& gpt,
-                         data::BatchStream& training, const PlanChoiceOptions& options,
-                         const TrainerEnvironment& environment) {
+std::optional<compress::CompressOptions> compress_options(const TrainConfig& config,
+                                                          std::int64_t step) {
+  if (config.memory.compress == "none") return std::nullopt;
+  compress::CompressOptions options;
+  options.lossy = parse_lossy(config.memory.compress);
+  options.allow_lossy = options.lossy != compress::Lossy::none;
+  // Probes run on small micro-batches, and what is small there may be large in training. What is
+  // too small to be worth it the plan leaves alone.
+  options.min_bytes = 1 << 10;
+  constexpr std::uint64_t kTensorsOfAStep = std::uint64_t{1} << 32;
+  options.rounding = {.seed = static_cast<std::uint64_t>(config.train.seed),
+                      .calls = static_cast<std::uint64_t>(step) * kTensorsOfAStep};
+  return options;
+}
+
+namespace {
+
+PlanChoice plan_for(const TrainConfig& config, const models::Gpt& gpt, amp::Amp& amp,
+                    data::BatchStream& training, const PlanChoiceOptions& options,
+                    const std::shared_ptr<recompute::Stash>& stash,
+                    const TrainerEnvironment& environment) {
+  const data::DataPosition position = training.position();
+  StepTrials trials(gpt, amp, training.next(), make_optimizer(config, amp, *gpt, 0.0),
+                    {.limit_bytes = options.limit_bytes,
+                     .clock = environment.clock,
+                     .stash = stash,
+                     .compression = compress_options(config, 0)});
+  training.seek(position);
+  return choose_plan(options, [&](const TrialRequest& request) {
+    if (environment.should_stop())
+      throw UserError("[train] interrupted while planning; nothing was trained");
+    return trials.run(request);
+  });
+}
+
+}  // namespace
+
+PlannedTraining plan_training(const TrainConfig& config, const models::Gpt& gpt, amp::Amp& amp,
+                              data::BatchStream& training, const PlanChoiceOptions& options,
+                              const TrainerEnvironment& environment) {
   PlanChoiceOptions with = options;
+  with.compress = config.memory.compress != "none";
+  with.micro_batches = config.train.accumulate;
   std::shared_ptr<recompute::Stash> stash;
   if (const auto offload = offload_options(config)) {
     stash = plan::make_stash(*offload);
@@ -36,15 +76,32 @@ PlanChoice plan_training(const TrainConfig& config, const models::Gpt& gpt,
       with.offload = offload::measure_bandwidth(*offload, {.bytes = bytes});
     }
   }
-  const data::DataPosition position = training.position();
-  StepTrials trials(gpt, training.next(), make_optimizer(config.optimizer, *gpt, 0.0),
-                    options.limit_bytes, environment.clock, stash);
-  training.seek(position);
-  return choose_plan(with, [&](const TrialRequest& request) {
-    if (environment.should_stop())
-      throw UserError("[train] interrupted while planning; nothing was trained");
-    return trials.run(request);
-  });
+  const auto plan = [&](const std::string& optimizer) {
+    TrainConfig of = config;
+    of.optimizer.kind = optimizer;
+    return PlannedTraining{plan_for(of, gpt, amp, training, with, stash, environment), optimizer};
+  };
+  const std::string& kind = config.optimizer.kind;
+  if (config.memory.optimizer_state == "exact" || with.only) return plan(kind);
+
+  std::optional<PlannedTraining> exact;
+  try {
+    exact.emplace(plan(kind));
+  } catch (const MemoryLimitError&) {
+    throw;
+  } catch (const UserError&) {
+    if (environment.should_stop()) throw;
+  }
+  PlannedTraining small = plan(*eight_bit_kind(kind));
+  constexpr double kWorthRounding = 0.95;  // of the exact step's time
+  if (exact && small.choice.trial_seconds > kWorthRounding * exact->choice.trial_seconds) {
+    exact->choice.reason += "; with the optimizer's state in 8 bits a step is no faster";
+    return std::move(*exact);
+  }
+  small.choice.reason +=
+      exact ? "; the optimizer's state is in 8 bits, which is faster"
+            : "; the optimizer's state is in 8 bits: with exact state nothing fits";
+  return small;
 }
 
 }  // namespace gradus::train

@@ -11,6 +11,7 @@
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/rng.h>
 #include <gradus/optim/clip.h>
+#include <gradus/plan/budget_compression.h>
 #include <gradus/plane/op/op_plane.h>
 #include <gradus/recompute/memory_budget.h>
 #include <gradus/train/language_model.h>
@@ -71,25 +72,35 @@ void end_with_backward(recompute::StepTrace& trace) {
 
 }  // namespace
 
-StepTrials::StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
-                       std::int64_t limit_bytes, base::Clock clock,
-                       std::shared_ptr<recompute::Stash> stash)
+StepTrials::StepTrials(models::Gpt gpt, amp::Amp& amp, data::Batch batch,
+                       std::unique_ptr<optim::Optimizer> probe, StepTrialOptions options)
     : gpt_(std::move(gpt)),
+      amp_(amp),
+      amp_state_(amp.state()),
       batch_(std::move(batch)),
       probe_(std::move(probe)),
-      limit_bytes_(limit_bytes),
-      clock_(std::move(clock)),
-      stash_(std::move(stash)) {
+      options_(std::move(options)) {
   const base::ArenaScope host(base::Arena::host);
-  for (const at::Tensor& parameter : gpt_->parameters())
-    weights_.push_back(parameter.detach().clone());
+  for (const at::Tensor& weight : written()) weights_.push_back(weight.detach().clone());
+}
+
+// What an optimizer step writes: the model's weights, and their masters where there are some.
+std::vector<at::Tensor> StepTrials::written() const {
+  std::vector<at::Tensor> result = gpt_->parameters();
+  for (const at::Tensor& weight : amp_.parameters(*gpt_)) {
+    if (std::ranges::none_of(result,
+                             [&](const at::Tensor& known) { return known.is_same(weight); }))
+      result.push_back(weight);
+  }
+  return result;
 }
 
 StepTrials::~StepTrials() {
-  probe_->zero_grad();
+  amp_.zero_grad(*probe_);
+  amp_.load_state(amp_state_);
   const at::NoGradGuard no_grad;
-  const std::vector<at::Tensor> parameters = gpt_->parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].copy_(weights_[i]);
+  const std::vector<at::Tensor> weights = written();
+  for (std::size_t i = 0; i < weights.size(); ++i) weights[i].copy_(weights_[i]);
 }
 
 void StepTrials::micro_batch(accumulate::GradientWindow& window, std::int64_t size) {
@@ -100,22 +111,33 @@ void StepTrials::micro_batch(accumulate::GradientWindow& window, std::int64_t si
     return all.repeat({(size + all.size(0) - 1) / all.size(0), 1}).narrow(0, 0, size).to(device);
   };
   const at::Tensor inputs = take(batch_.inputs), targets = take(batch_.targets);
-  window.backward(language_model_loss(*gpt_, inputs, targets, 0),
-                  static_cast<double>(inputs.numel()));
+  const at::Tensor loss = [&] {
+    const amp::Region region = amp_.region();
+    return language_model_loss(*gpt_, inputs, targets, 0);
+  }();
+  // Never judged: a trial moves no loss scale.
+  amp::ScaledLoss scaled(amp_, loss, {probe_.get()}, {.delay_overflow_check = true});
+  window.backward(loss, static_cast<double>(inputs.numel()));
+  scaled.finish();
 }
 
 void StepTrials::optimizer_step() {
-  optim::gradient_norm(gpt_->parameters());
+  optim::gradient_norm(amp_.master_params(*probe_));
   const base::MemoryCategoryScope state(base::MemoryCategory::optimizer_state);
-  probe_->step();
+  amp_.step(*probe_);
 }
 
 // The optimizer's state is made, kernels are compiled and caches filled at first use: not part of a
 // step.
-void StepTrials::warm_up(accumulate::GradientWindow& window, std::int64_t limit_bytes) {
+void StepTrials::warm_up(accumulate::GradientWindow& window, const TrialRequest& request,
+                         std::int64_t limit_bytes) {
   if (ready_) return;
   {
-    const recompute::MemoryBudget budget({.limit_bytes = limit_bytes});
+    std::optional<plan::BudgetCompression> compression;
+    if (options_.compression) compression.emplace(*options_.compression);
+    const recompute::MemoryBudget budget({.limit_bytes = limit_bytes,
+                                          .encoder = compression ? compression->encoder() : nullptr,
+                                          .encode_unplanned = request.encode});
     micro_batch(window, 1);
   }
   optimizer_step();
@@ -128,9 +150,15 @@ void StepTrials::warm_up(accumulate::GradientWindow& window, std::int64_t limit_
 Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest& request,
                          std::int64_t limit_bytes) {
   base::MemoryTracker& tracker = base::MemoryTracker::install();
+  std::optional<plan::BudgetCompression> compression;
   std::optional<recompute::MemoryBudget> budget;
   if (request.budget) {
-    budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes, .stash = stash_});
+    if (options_.compression) compression.emplace(*options_.compression);
+    budget.emplace(
+        recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes,
+                                       .stash = options_.stash,
+                                       .encoder = compression ? compression->encoder() : nullptr,
+                                       .encode_unplanned = request.encode});
   }
   const auto begin = [&](bool later) {
     if (!later) window.reset();
@@ -148,12 +176,24 @@ Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest&
 
   // Watched: traced under a budget, and moment by moment if asked for.
   std::vector<recompute::StepTrace> traces;
+  std::vector<std::vector<plan::CompressedResult>> compressed;
   std::vector<std::int64_t> strayed{0};
+  const auto begin_probing = [&] {
+    if (compression) compression->begin_pass(options_.probing_s);
+  };
   if (budget) {
-    budget->trace([&](const recompute::StepTrace& trace) {
-      traces.push_back(trace);
-      strayed.push_back(budget->statistics().strayed_passes);
-    });
+    begin_probing();
+    budget->trace(
+        [&](const recompute::StepTrace& trace) {
+          traces.push_back(trace);
+          compressed.push_back(compression ? compression->results(trace)
+                                           : std::vector<plan::CompressedResult>());
+          strayed.push_back(budget->statistics().strayed_passes);
+          begin_probing();
+        },
+        [&](const plane::saved::Value& value, std::int64_t call) {
+          if (compression) compression->saved(value, call);
+        });
   }
   const auto peaks = std::make_shared<MomentPeaks>();
   for (MeasuredPass* pass : passes) {
@@ -174,9 +214,9 @@ Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest&
   for (MeasuredPass* pass : passes) {
     for (int i = 0; i < 2; ++i) {
       begin(pass != &trial.first);
-      const double start = clock_();
+      const double start = options_.clock();
       micro_batch(window, request.size);
-      const double seconds = clock_() - start;
+      const double seconds = options_.clock() - start;
       pass->seconds = i == 0 ? seconds : std::min(pass->seconds, seconds);
       pass->peak_bytes = std::max(pass->peak_bytes, tracker.peak().total());
     }
@@ -184,6 +224,7 @@ Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest&
   for (std::size_t i = 0; budget && i < passes.size(); ++i) {
     MeasuredPass& pass = *passes[i];
     pass.trace = std::move(traces.at(i));
+    pass.compressed = std::move(compressed.at(i));
     end_with_backward(pass.trace);
     // Watching is not of the pass either.
     pass.trace.seconds =
@@ -199,25 +240,25 @@ Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest&
 
 std::optional<Trial> StepTrials::run(const TrialRequest& request) {
   base::MemoryTracker& tracker = base::MemoryTracker::install();
-  const std::int64_t limit_bytes = request.limit_bytes.value_or(limit_bytes_);
+  const std::int64_t limit_bytes = request.limit_bytes.value_or(options_.limit_bytes);
   const base::MemoryLimit limit({.device_bytes = limit_bytes});
   const base::RngGuard rng;
   try {
     accumulate::GradientWindow window(
-        gpt_->parameters(),
+        amp_.parameters(*gpt_),
         {.micro_batches = 4, .normalisation = accumulate::Normalisation::tokens});
-    warm_up(window, limit_bytes);
+    warm_up(window, request, limit_bytes);
     Trial trial = passes(window, request, limit_bytes);
     window.finish();
     tracker.reset_peak();
-    const double start = clock_();
+    const double start = options_.clock();
     optimizer_step();
-    trial.optimizer_seconds = clock_() - start;
+    trial.optimizer_seconds = options_.clock() - start;
     trial.optimizer_peak_bytes = tracker.peak().total();
-    probe_->zero_grad();
+    amp_.zero_grad(*probe_);
     return trial;
   } catch (const MemoryLimitError&) {
-    probe_->zero_grad();
+    amp_.zero_grad(*probe_);
     return std::nullopt;
   }
 }

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include <gradus/accumulate/window.h>
+#include <gradus/amp/levels/levels.h>
 #include <gradus/base/clock.h>
+#include <gradus/compress/policy.h>
 #include <gradus/data/batches.h>
 #include <gradus/models/gpt.h>
 #include <gradus/optim/optimizer.h>
@@ -17,6 +19,15 @@ class Stash;
 }
 
 namespace gradus::train {
+
+struct StepTrialOptions {
+  std::int64_t limit_bytes = 0;  ///< The memory limit that is on; 0: none.
+  base::Clock clock = base::monotonic_clock();
+  std::shared_ptr<recompute::Stash> stash{};  ///< Where plans move what they offload; may be null.
+  /// What plans may leave to compression, and how; unset: nothing is.
+  std::optional<compress::CompressOptions> compression{};
+  double probing_s = 1.0;  ///< For measuring compression in a pass, at most; > 0.
+};
 
 /// Measures steps without training: forward, backward and an optimizer step at learning rate 0, on
 /// real data, under whatever memory limit is on, plain or under a memory budget. Weights and random
@@ -31,12 +42,11 @@ class StepTrials {
   /// write NaN even at rate 0.
   ///
   /// @param batch  Sequences to take micro-batches from; repeated if a larger one is asked for.
-  /// @param probe  An optimizer over all of @p gpt's parameters, at learning rate 0, without state.
-  /// @param limit_bytes  The memory limit that is on; 0: none.
-  /// @param stash  Where plans move what they offload; may be null.
-  StepTrials(models::Gpt gpt, data::Batch batch, std::unique_ptr<optim::Optimizer> probe,
-             std::int64_t limit_bytes, base::Clock clock,
-             std::shared_ptr<recompute::Stash> stash = nullptr);
+  /// @param amp    What @p gpt computes in. Its state is put back at the end. Must outlive this.
+  /// @param probe  An optimizer over all of @p gpt's weights as @p amp keeps them, at learning rate
+  /// 0, without state.
+  StepTrials(models::Gpt gpt, amp::Amp& amp, data::Batch batch,
+             std::unique_ptr<optim::Optimizer> probe, StepTrialOptions options);
   ~StepTrials();
 
   /// As a TrialRunner does.
@@ -44,17 +54,20 @@ class StepTrials {
 
  private:
   void micro_batch(accumulate::GradientWindow& window, std::int64_t size);
-  void warm_up(accumulate::GradientWindow& window, std::int64_t limit_bytes);
+  void warm_up(accumulate::GradientWindow& window, const TrialRequest& request,
+               std::int64_t limit_bytes);
   Trial passes(accumulate::GradientWindow& window, const TrialRequest& request,
                std::int64_t limit_bytes);
   void optimizer_step();
 
+  std::vector<at::Tensor> written() const;
+
   models::Gpt gpt_;
+  amp::Amp& amp_;
+  const std::vector<std::pair<std::string, at::Tensor>> amp_state_;
   data::Batch batch_;
   std::unique_ptr<optim::Optimizer> probe_;
-  const std::int64_t limit_bytes_;
-  base::Clock clock_;
-  const std::shared_ptr<recompute::Stash> stash_;
+  const StepTrialOptions options_;
   std::vector<at::Tensor> weights_;  // copies, in host memory
   bool ready_ = false;
 };

@@ -14,6 +14,7 @@
 #include <torch/utils.h>
 
 #include <gradus/accumulate/window.h>
+#include <gradus/amp/levels/levels.h>
 #include <gradus/base/byte_count.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
@@ -22,6 +23,7 @@
 #include <gradus/base/step_boundary.h>
 #include <gradus/optim/clip.h>
 #include <gradus/optim/schedule.h>
+#include <gradus/plan/budget_compression.h>
 #include <gradus/plan/store_stash.h>
 #include <gradus/recompute/memory_budget.h>
 #include <gradus/state/atomic_file.h>
@@ -29,7 +31,9 @@
 #include <gradus/train/generate.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
+#include <gradus/train/optimizers.h>
 #include <gradus/train/planning.h>
+#include <gradus/train/precision.h>
 #include <gradus/train/run_data.h>
 #include <gradus/train/run_lock.h>
 #include <gradus/train/run_log.h>
@@ -47,7 +51,13 @@ std::string plan_inputs(const TrainConfig& config, std::int64_t vocabulary) {
   return base::join("limit ", config.memory.limit, ", plan ", config.memory.plan, ", batch ",
                     config.train.batch, ", layers ", m.layers, ", heads ", m.heads, ", width ",
                     m.width, ", context ", m.context, ", dropout ", m.dropout, ", bias ", m.bias,
-                    ", vocabulary ", vocabulary, ", optimizer ", config.optimizer.kind);
+                    ", vocabulary ", vocabulary, ", optimizer ", config.optimizer.kind,
+                    ", optimizer state ", config.memory.optimizer_state, ", precision ",
+                    config.train.precision, ", accumulate ", config.train.accumulate,
+                    // What is lossless changes no number.
+                    parse_lossy(config.memory.compress) == compress::Lossy::none
+                        ? ""
+                        : ", compress " + config.memory.compress);
 }
 
 class Run {
@@ -58,7 +68,7 @@ class Run {
  private:
   void open_directory();
   void make_plan();
-  PlanChoice choose(std::optional<Plan> only);
+  PlannedTraining choose(std::optional<Plan> only);
   void start_log();
   bool step();  // false if it was interrupted
   // What a step is abandoned to.
@@ -70,6 +80,8 @@ class Run {
   void abandon_step(const StepStart& start);
   [[noreturn]] void refuse_non_finite(const StepStart& start, const char* what, double value);
   void remember_loss(double loss);
+  bool scales_loss() const;
+  TrainConfig planned_config() const;
   std::optional<accumulate::WindowResult> accumulate_batch(const data::Batch& batch, bool timeline);
   void begin_phase(std::int64_t micro_batch, std::int64_t micro_batches);
   void end_timeline(const base::MemoryBreakdown& peak);
@@ -89,6 +101,7 @@ class Run {
   std::optional<SavedState> resumed_;
   std::optional<RunData> data_;
   models::Gpt gpt_{nullptr};
+  std::optional<amp::Amp> amp_;
   std::optional<base::NamedTensors> names_;
   std::optional<MemoryAttribution> attribution_;
   std::optional<base::MemoryLimit> limit_;
@@ -131,9 +144,6 @@ Run::Run(const TrainConfig& config, bool resume, const TrainerEnvironment& envir
     gpt_ = make_gpt(config_, vocabulary);
     gpt_->to(device_);
   }
-  names_.emplace(named_tensors(*gpt_));
-  attribution_.emplace(*gpt_);
-
   if (resumed_) {
     state_ = resumed_->run;
     saved_step_ = state_.step;
@@ -148,19 +158,29 @@ Run::Run(const TrainConfig& config, bool resume, const TrainerEnvironment& envir
     load_model(*resumed_, named_tensors(*gpt_));
     data_->training.seek(state_.position);
   }
+  {
+    const base::MemoryCategoryScope parameters(MemoryCategory::parameters);
+    amp_.emplace(amp::initialize(*gpt_, precision_options(config_)));
+  }
+  if (resumed_) amp_->load_state(load_precision(*resumed_));
+  names_.emplace(named_tensors(*gpt_));
+  attribution_.emplace(*gpt_);
   state_.corpus_hash = data_->prepared.tokens->info().corpus_hash;
   state_.tokenizer_hash = data_->prepared.tokenizer->hash();
   make_plan();
-  optimizer_ = make_optimizer(config_.optimizer, *gpt_, config_.optimizer.lr);
+  optimizer_ = make_optimizer(planned_config(), *amp_, *gpt_, config_.optimizer.lr);
   if (resumed_) {
     load_optimizer(*resumed_, *optimizer_);
     base::RngState rng = base::RngState::capture();
     load_rng(*resumed_, rng);
     rng.restore();
   }
-  window_.emplace(gpt_->parameters(),
-                  accumulate::WindowOptions{.micro_batches = state_.plan.micro_batches,
-                                            .normalisation = accumulate::Normalisation::tokens});
+  accumulate::WindowOptions window{.micro_batches = state_.plan.micro_batches,
+                                   .normalisation = accumulate::Normalisation::tokens};
+  if (scales_loss()) {
+    window.scale_loss = [this](const at::Tensor& seed) { return seed * amp_->loss_scale(); };
+  }
+  window_.emplace(amp_->parameters(*gpt_), window);
   schedule_ = optim::warmup_cosine_schedule({.peak_lr = config_.optimizer.lr,
                                              .warmup_steps = config_.optimizer.warmup,
                                              .total_steps = config_.train.steps,
@@ -206,7 +226,7 @@ void Run::make_plan() {
   if (resumed_ && state_.plan_inputs == inputs) {
     // The same micro-batches, or the run would not continue bit for bit; what they drop changes no
     // number.
-    if (state_.plan.budget) passes_ = choose(state_.plan).passes;
+    if (state_.plan.budget) passes_ = choose(state_.plan).choice.passes;
     return;
   }
   if (resumed_) {
@@ -217,28 +237,33 @@ void Run::make_plan() {
   state_.plan_inputs = inputs;
   state_.plain_peak_bytes = 0;
   state_.peak_bytes = 0;  // that of steps under this plan
+  state_.optimizer = config_.optimizer.kind;
+  const std::int64_t accumulate = std::max<std::int64_t>(config_.train.accumulate, 1);
   if (!request.automatic) {
     state_.plan = request.plan;
+    if (config_.train.accumulate > 0) state_.plan.micro_batches = accumulate;
     state_.plan_reason = "as asked";
     return;
   }
   if (limit_bytes_ == 0) {
-    state_.plan = {};
+    state_.plan = {.micro_batches = accumulate};
     state_.plan_reason = "no memory limit: plain training";
     return;
   }
-  const PlanChoice choice = choose(std::nullopt);
+  const PlannedTraining planned = choose(std::nullopt);
+  const PlanChoice& choice = planned.choice;
+  state_.optimizer = planned.optimizer;
   state_.plan = choice.plan;
   state_.plan_reason = choice.reason;
   state_.plain_peak_bytes = choice.plain_peak_bytes;
   passes_ = choice.passes;
 }
 
-PlanChoice Run::choose(std::optional<Plan> only) {
+PlannedTraining Run::choose(std::optional<Plan> only) {
   environment_.out << (only ? "planning what the saved plan drops to fit "
                             : "measuring a step to fit ")
                    << base::format_bytes(limit_bytes_) << " ..." << std::endl;
-  return plan_training(config_, gpt_, data_->training,
+  return plan_training(only ? planned_config() : config_, gpt_, *amp_, data_->training,
                        {.batch = config_.train.batch, .limit_bytes = limit_bytes_, .only = only},
                        environment_);
 }
@@ -247,7 +272,7 @@ void Run::start_log() {
   for (const auto& metrics :
        resumed_ ? report::read_metrics(fs::path(config_.train.out) / "metrics.jsonl")
                 : std::vector<report::StepMetrics>()) {
-    if (metrics.step <= state_.step) remember_loss(metrics.loss);
+    if (metrics.step <= state_.step && std::isfinite(metrics.loss)) remember_loss(metrics.loss);
   }
   log_.emplace(config_.train.out, state_.step, config_.train.steps, limit_bytes_, environment_);
   state::write_file_atomically((fs::path(config_.train.out) / "config.toml").string(),
@@ -267,6 +292,9 @@ void Run::start_log() {
   report.parameter_count = parameters;
   report.plan = describe_plan(state_.plan, config_.train.batch, model.layers);
   report.plan_reason = state_.plan_reason;
+  report.precision = config_.train.precision;
+  report.optimizer = state_.optimizer;
+  report.effective_batch = config_.train.batch;
   report.microbatch_size = state_.plan.largest(config_.train.batch);
   report.microbatches_per_step = state_.plan.micro_batches;
   report.recomputed_segments = state_.plan.recomputed;
@@ -298,6 +326,18 @@ void Run::begin_phase(std::int64_t micro_batch, std::int64_t micro_batches) {
   report.phases.push_back({std::move(name), now, now});
 }
 
+bool Run::scales_loss() const {
+  const amp::Properties& chosen = amp_->properties();
+  return chosen.enabled && chosen.loss_scale != amp::LossScaling(1.0);
+}
+
+// The configuration with what the plan chose in its place.
+TrainConfig Run::planned_config() const {
+  TrainConfig config = config_;
+  config.optimizer.kind = state_.optimizer;
+  return config;
+}
+
 // The loss that summaries show is the mean of the last ten steps.
 void Run::remember_loss(double loss) {
   recent_losses_.push_back(loss);
@@ -309,6 +349,7 @@ void Run::remember_loss(double loss) {
 // Goes back to the last step boundary, as if this step had never begun.
 void Run::abandon_step(const StepStart& start) {
   window_->reset();
+  amp_->zero_grad(*optimizer_);
   data_->training.seek(start.position);
   start.rng.restore();
   if (start.timeline) {
@@ -319,7 +360,6 @@ void Run::abandon_step(const StepStart& start) {
 
 void Run::refuse_non_finite(const StepStart& start, const char* what, double value) {
   abandon_step(start);
-  optimizer_->zero_grad();
   throw UserError(base::join("[train] the ", what, " must stay finite; it is ", value, " at step ",
                              state_.step + 1, ". The last training state, of step ", saved_step_,
                              ", stands in ", saved_path_,
@@ -333,10 +373,16 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
   const std::vector<std::int64_t> sizes = state_.plan.sizes(batch.size());
   const auto count = static_cast<std::int64_t>(sizes.size());
   std::int64_t begin = 0;
+  std::optional<plan::BudgetCompression> compression;
   std::optional<recompute::MemoryBudget> budget;
   std::optional<BudgetAttribution> attribution;
   if (state_.plan.budget) {
-    budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes_, .stash = stash_});
+    const auto how = compress_options(config_, state_.step);
+    if (how && passes_.compress()) compression.emplace(*how);
+    budget.emplace(
+        recompute::MemoryBudgetOptions{.limit_bytes = limit_bytes_,
+                                       .stash = stash_,
+                                       .encoder = compression ? compression->encoder() : nullptr});
     attribution.emplace(*gpt_);
   }
   for (std::int64_t i = 0; i < count; ++i) {
@@ -346,8 +392,15 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
     const at::Tensor inputs = batch.inputs.narrow(0, begin, size).to(device_);
     const at::Tensor targets = batch.targets.narrow(0, begin, size).to(device_);
     begin += size;
-    window_->backward(language_model_loss(*gpt_, inputs, targets, state_.plan.recomputed),
-                      static_cast<double>(inputs.numel()));
+    const at::Tensor loss = [&] {
+      const amp::Region region = amp_->region();
+      return language_model_loss(*gpt_, inputs, targets, state_.plan.recomputed);
+    }();
+    // The window's gradients are judged together, and the scale is changed behind them.
+    amp::ScaledLoss scaled(*amp_, loss, {optimizer_.get()},
+                           {.delay_overflow_check = i + 1 < count});
+    window_->backward(loss, static_cast<double>(inputs.numel()));
+    scaled.finish();
     if (environment_.should_stop()) return std::nullopt;
   }
   attribution.reset();
@@ -367,6 +420,7 @@ bool Run::step() {
 
   std::optional<accumulate::WindowResult> result;
   report::StepMetrics metrics;
+  if (scales_loss()) metrics.loss_scale = amp_->loss_scale();
   {
     const data::Batch batch = [&] {
       const base::MemoryCategoryScope category(MemoryCategory::inputs);
@@ -379,21 +433,26 @@ bool Run::step() {
     abandon_step(start);
     return false;
   }
-  if (!std::isfinite(result->loss)) refuse_non_finite(start, "loss", result->loss);
+  // An overflow under a loss scale is skipped below, where the scale has room to go down.
+  if (!scales_loss() && !std::isfinite(result->loss))
+    refuse_non_finite(start, "loss", result->loss);
   metrics.lr = schedule_(state_.step);
   optimizer_->set_learning_rate(metrics.lr);
-  metrics.grad_norm = optim::gradient_norm(gpt_->parameters());
-  if (!std::isfinite(metrics.grad_norm))
+  const std::vector<at::Tensor> weights = amp_->master_params(*optimizer_);
+  metrics.grad_norm = optim::gradient_norm(weights);
+  if (!scales_loss() && !std::isfinite(metrics.grad_norm))
     refuse_non_finite(start, "gradient norm", metrics.grad_norm);
   if (config_.optimizer.clip_norm > 0.0) {
-    optim::scale_gradients(gpt_->parameters(),
+    optim::scale_gradients(weights,
                            optim::clip_coefficient(metrics.grad_norm, config_.optimizer.clip_norm));
   }
+  if (config_.optimizer.clip_value > 0.0)
+    optim::clip_gradient_value(weights, config_.optimizer.clip_value);
   {
     const base::MemoryCategoryScope category(MemoryCategory::optimizer_state);
-    optimizer_->step();
+    metrics.skipped = !amp_->step(*optimizer_);
   }
-  optimizer_->zero_grad();
+  amp_->zero_grad(*optimizer_);
   metrics.peak = tracker_.peak();
   metrics.peak_bytes = metrics.peak.total();
   if (start.timeline) end_timeline(metrics.peak);
@@ -409,8 +468,8 @@ void Run::finish_step(report::StepMetrics& metrics) {
   ++state_.step;
   state_.position = data_->training.position();
   state_.peak_bytes = std::max(state_.peak_bytes, metrics.peak_bytes);
-  if (state_.step == 1) state_.first_loss = metrics.loss;
-  remember_loss(metrics.loss);
+  if (state_.step == 1 || !std::isfinite(state_.first_loss)) state_.first_loss = metrics.loss;
+  if (std::isfinite(metrics.loss)) remember_loss(metrics.loss);
   metrics.step = state_.step;
   if (config_.train.eval_every > 0 &&
       (state_.step % config_.train.eval_every == 0 || state_.step == config_.train.steps)) {
@@ -433,6 +492,7 @@ std::optional<double> Run::evaluate_now() {
   if (!data_->validation) return std::nullopt;
   const std::int64_t sequences =
       std::min(config_.train.eval_sequences, data_->validation->sequences_per_epoch());
+  const amp::Region region = amp_->region();
   const double loss =
       evaluate(*gpt_, *data_->validation, sequences, state_.plan.largest(config_.train.batch));
   log_->note(base::join("step ", state_.step, ": validation loss ", loss));
@@ -442,8 +502,11 @@ std::optional<double> Run::evaluate_now() {
 void Run::save() {
   state_.elapsed_s = elapsed();
   state_.position = data_->training.position();
+  const base::ArenaScope host(base::Arena::host);  // copies made for writing are not the device's
   saved_path_ = save_training_state(config_.train.out, config_.train.keep, state_,
-                                    named_tensors(*gpt_), *optimizer_, base::RngState::capture())
+                                    amp_->properties().casts_to_half() ? amp_->model_state(*gpt_)
+                                                                       : named_tensors(*gpt_),
+                                    *optimizer_, base::RngState::capture(), amp_->state())
                     .path;
   saved_step_ = state_.step;
 }
@@ -478,6 +541,7 @@ TrainOutcome Run::execute() {
   if (saved_step_ != state_.step) save();
   log_->finish();
   if (!outcome.interrupted && config_.sample.tokens > 0) {
+    const amp::Region region = amp_->region();
     outcome.sample = generate(*gpt_, *data_->prepared.tokenizer,
                               {.prompt = config_.sample.prompt,
                                .tokens = config_.sample.tokens,

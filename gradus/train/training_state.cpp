@@ -18,8 +18,12 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr int kFormat = 1;
-constexpr const char* kFiles[] = {"model.safetensors", "optimizer.safetensors", "rng.safetensors"};
+constexpr int kFormat = 2;
+constexpr const char* kModel = "model.safetensors";
+constexpr const char* kOptimizer = "optimizer.safetensors";
+constexpr const char* kRng = "rng.safetensors";
+constexpr const char* kPrecision = "precision.safetensors";
+constexpr const char* kFiles[] = {kModel, kOptimizer, kRng, kPrecision};
 
 fs::path states_directory(const std::string& run_directory) {
   return fs::path(run_directory) / "states";
@@ -42,6 +46,7 @@ json to_json(const RunState& run) {
           {"micro_batches", run.plan.micro_batches},
           {"recomputed", run.plan.recomputed},
           {"budget", run.plan.budget},
+          {"optimizer", run.optimizer},
           {"plan_inputs", run.plan_inputs},
           {"corpus_hash", run.corpus_hash},
           {"tokenizer_hash", run.tokenizer_hash},
@@ -60,7 +65,8 @@ RunState from_json(const json& j) {
   run.peak_bytes = j.at("peak_bytes").get<std::int64_t>();
   run.plan.micro_batches = j.at("micro_batches").get<std::int64_t>();
   run.plan.recomputed = j.at("recomputed").get<std::int64_t>();
-  run.plan.budget = j.value("budget", false);  // older states have none
+  run.plan.budget = j.at("budget").get<bool>();
+  run.optimizer = j.at("optimizer").get<std::string>();
   run.plan_inputs = j.at("plan_inputs").get<std::string>();
   run.corpus_hash = j.at("corpus_hash").get<std::uint64_t>();
   run.tokenizer_hash = j.at("tokenizer_hash").get<std::uint64_t>();
@@ -113,23 +119,25 @@ SavedState read_state(const fs::path& directory) {
 SavedState save_training_state(const std::string& run_directory, std::int64_t keep,
                                const RunState& run,
                                const std::vector<std::pair<std::string, at::Tensor>>& model,
-                               const optim::Optimizer& optimizer, const base::RngState& rng) {
+                               const optim::Optimizer& optimizer, const base::RngState& rng,
+                               const std::vector<std::pair<std::string, at::Tensor>>& precision) {
   // Copies made for writing are not the device's.
   const base::ArenaScope host(base::Arena::host);
   const fs::path directory = states_directory(run_directory);
   fs::create_directories(directory);
   const fs::path target = directory / step_name(run.step);
   state::AtomicDirectory output(target.string());
-  state::save_safetensors(output.file(kFiles[0]), model,
+  state::save_safetensors(output.file(kModel), model,
                           {{"format", "pt"}, {"step", std::to_string(run.step)}});
   std::vector<state::NamedTensor> optimizer_tensors;
   for (const auto& entry : optimizer.state())
     optimizer_tensors.emplace_back(entry.name, entry.tensor);
-  state::save_safetensors(output.file(kFiles[1]), optimizer_tensors);
+  state::save_safetensors(output.file(kOptimizer), optimizer_tensors);
   std::vector<state::NamedTensor> rng_tensors;
   for (const at::Tensor& tensor : rng.tensors())
     rng_tensors.emplace_back(std::to_string(rng_tensors.size()), tensor);
-  state::save_safetensors(output.file(kFiles[2]), rng_tensors);
+  state::save_safetensors(output.file(kRng), rng_tensors);
+  state::save_safetensors(output.file(kPrecision), precision);
   json checksums;
   for (const char* file : kFiles) checksums[file] = checksum(output.file(file));
   json content{{"format", kFormat}, {"run", to_json(run)}, {"checksums", std::move(checksums)}};
@@ -176,7 +184,13 @@ void set_aside(const std::vector<FoundState::Damaged>& damaged) {
 void load_model(const SavedState& saved,
                 const std::vector<std::pair<std::string, at::Tensor>>& model) {
   const base::ArenaScope host(base::Arena::host);
-  state::load_into((fs::path(saved.path) / kFiles[0]).string(), model);
+  state::load_into((fs::path(saved.path) / kModel).string(), model);
+}
+
+std::vector<std::pair<std::string, at::Tensor>> load_precision(const SavedState& saved) {
+  const base::ArenaScope host(base::Arena::host);
+  const auto content = state::load_safetensors((fs::path(saved.path) / kPrecision).string());
+  return {content.tensors.begin(), content.tensors.end()};
 }
 
 void load_optimizer(const SavedState& saved, optim::Optimizer& optimizer) {
@@ -184,7 +198,7 @@ void load_optimizer(const SavedState& saved, optim::Optimizer& optimizer) {
   {
     const base::ArenaScope host(base::Arena::host);
     for (auto& [name, tensor] :
-         state::load_safetensors((fs::path(saved.path) / kFiles[1]).string()).tensors) {
+         state::load_safetensors((fs::path(saved.path) / kOptimizer).string()).tensors) {
       entries.push_back({name, std::move(tensor)});
     }
   }
@@ -193,7 +207,7 @@ void load_optimizer(const SavedState& saved, optim::Optimizer& optimizer) {
 }
 
 void load_rng(const SavedState& saved, base::RngState& rng) {
-  const auto content = state::load_safetensors((fs::path(saved.path) / kFiles[2]).string());
+  const auto content = state::load_safetensors((fs::path(saved.path) / kRng).string());
   std::vector<at::Tensor> tensors;
   for (std::size_t i = 0; i < content.tensors.size(); ++i) {
     const auto entry = content.tensors.find(std::to_string(i));

@@ -26,14 +26,16 @@ struct RunState {
   Plan plan;
   std::string plan_reason;
   std::int64_t plain_peak_bytes = 0;
+  std::string optimizer;    ///< Kind: of the configuration, or what an automatic plan took instead.
   std::string plan_inputs;  ///< What the plan was made for; another plan is made if it changes.
   std::uint64_t corpus_hash = 0;     ///< Of the text trained on.
   std::uint64_t tokenizer_hash = 0;  ///< Of the tokenizer it was read with.
 };
 
 /// A training state on disk: a directory `states/step-000000120` of the run directory with
-/// model.safetensors, optimizer.safetensors, rng.safetensors and state.json. Directories appear
-/// whole or not at all; state.json holds the checksums of the others.
+/// model.safetensors, optimizer.safetensors, rng.safetensors, precision.safetensors (loss scales)
+/// and state.json. Directories appear whole or not at all; state.json holds the checksums of the
+/// others. Weights are float32 whatever the run computes in.
 struct SavedState {
   std::string path;
   RunState run;
@@ -45,7 +47,8 @@ struct SavedState {
 SavedState save_training_state(const std::string& run_directory, std::int64_t keep,
                                const RunState& run,
                                const std::vector<std::pair<std::string, at::Tensor>>& model,
-                               const optim::Optimizer& optimizer, const base::RngState& rng);
+                               const optim::Optimizer& optimizer, const base::RngState& rng,
+                               const std::vector<std::pair<std::string, at::Tensor>>& precision);
 
 /// What find_training_state found.
 struct FoundState {
@@ -67,6 +70,9 @@ void set_aside(const std::vector<FoundState::Damaged>& damaged);
 /// or shapes.
 void load_model(const SavedState& state,
                 const std::vector<std::pair<std::string, at::Tensor>>& model);
+
+/// What was given as precision.
+std::vector<std::pair<std::string, at::Tensor>> load_precision(const SavedState& state);
 
 /// Replaces the state of @p optimizer.
 void load_optimizer(const SavedState& state, optim::Optimizer& optimizer);

@@ -2,8 +2,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,13 +17,16 @@
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/optim/adamw.h>
+#include <gradus/plan/budget_compression.h>
 #include <gradus/plan/simulate.h>
+#include <gradus/recompute/memory_budget.h>
 #include <gradus/report/metrics.h>
 #include <gradus/state/content_hash.h>
 #include <gradus/train/explain.h>
 #include <gradus/train/generate.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
+#include <gradus/train/optimizers.h>
 #include <gradus/train/step_trial.h>
 #include <gradus/train/trainer.h>
 #include <gradus/train/training_state.h>
@@ -191,6 +197,83 @@ TEST_F(TrainingTest, AnAutomaticPlanWithDropoutIsBitEqualToPlainTrainingOfItsMic
   plain.memory.plan = "micro-batch=" + std::to_string(outcome.plan.largest(8)) + ",recompute=0";
   run(plain);
   EXPECT_EQ(losses(metrics(automatic)), losses(metrics(plain)));
+}
+
+TEST_F(TrainingTest, PlansCompressAndMeetTheirPredictedPeak) {
+  TrainConfig config = tiny("run");
+  config.model.layers = 6;
+  config.model.width = 64;
+  config.model.dropout = 0.2;
+  const std::int64_t plain = [&] {
+    const TrainOutcome outcome = run(config);
+    return outcome.peak_bytes;
+  }();
+  const auto ids =
+      torch::randint(256, {8, 32}, at::make_generator<at::CPUGeneratorImpl>(1), at::kLong);
+  for (const char* form : {"lossless", "int8"}) {
+    SCOPED_TRACE(form);
+    torch::manual_seed(3);
+    models::Gpt gpt = make_gpt(config, 256);
+    const std::int64_t limit = plain * 6 / 10;
+    compress::CompressOptions compression{.min_bytes = 1024};
+    compression.lossy = parse_lossy(form);
+    compression.allow_lossy = compression.lossy != compress::Lossy::none;
+    amp::Amp amp = amp::initialize(*gpt, {.enabled = false});
+    StepTrials trials(gpt, amp, {ids, ids}, make_optimizer(config, amp, *gpt, 0.0),
+                      {.limit_bytes = limit, .compression = compression});
+    const PlanChoice choice =
+        choose_plan({.batch = 8,
+                     .limit_bytes = limit,
+                     .only = Plan{.micro_batches = 1, .budget = true},
+                     .compress = true},
+                    [&](const TrialRequest& request) { return trials.run(request); });
+    EXPECT_TRUE(choice.passes.compress());
+    EXPECT_GT(choice.candidates[choice.chosen].compressed.bytes, 0);
+    EXPECT_LE(choice.trial_peak_bytes, limit);
+    EXPECT_NEAR(static_cast<double>(choice.predicted_peak_bytes),
+                static_cast<double>(choice.trial_peak_bytes),
+                0.03 * static_cast<double>(choice.trial_peak_bytes));
+    if (compression.allow_lossy) continue;
+    const auto gradients = [&](bool planned) {
+      std::optional<plan::BudgetCompression> encoding;
+      std::optional<recompute::MemoryBudget> budget;
+      if (planned) {
+        encoding.emplace(compression);
+        budget.emplace(recompute::MemoryBudgetOptions{.limit_bytes = limit,
+                                                      .plan = choice.passes.find(8, false),
+                                                      .encoder = encoding->encoder()});
+      }
+      torch::manual_seed(9);
+      language_model_loss(*gpt, ids, ids, 0).backward();
+      EXPECT_TRUE(!budget || budget->statistics().encoded > 0);
+      std::vector<at::Tensor> result;
+      for (const at::Tensor& p : gpt->parameters())
+        result.push_back(std::exchange(p.mutable_grad(), at::Tensor()));
+      return result;
+    };
+    const auto exact = gradients(false);
+    const auto compressed = gradients(true);
+    for (std::size_t i = 0; i < exact.size(); ++i) EXPECT_TRUE(compressed[i].equal(exact[i])) << i;
+  }
+}
+
+TEST_F(TrainingTest, LossyCompressionTrainsWhereItIsAllowed) {
+  TrainConfig plain = tiny("plain");
+  plain.model.layers = 6;
+  plain.model.dropout = 0.0;
+  const TrainOutcome unlimited = run(plain);
+  TrainConfig config = plain;
+  config.memory.limit = std::to_string(unlimited.peak_bytes / 2);
+  config.memory.compress = "int8";
+  config.train.out = (directory / "int8").string();
+  const TrainOutcome outcome = run(config);
+  EXPECT_LE(outcome.peak_bytes, unlimited.peak_bytes / 2);
+  const auto a = losses(metrics(plain)), b = losses(metrics(config));
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 0.02) << "step " << i + 1;
+  config.memory.plan = "none";
+  config.train.out = (directory / "refused").string();
+  EXPECT_THROW(run(config), UserError);
 }
 
 TEST_F(TrainingTest, ARunUnderABudgetStopsInAStepAndResumesBitForBit) {
@@ -372,8 +455,8 @@ TEST_F(TrainingTest, TrialsLeaveWeightsGradientsAndRandomStateAsTheyWere) {
   {
     const auto ids =
         torch::randint(256, {2, 32}, at::make_generator<at::CPUGeneratorImpl>(1), at::kLong);
-    StepTrials trials(gpt, {ids, ids}, make_optimizer(config.optimizer, *gpt, 0.0), 0,
-                      base::monotonic_clock());
+    amp::Amp amp = amp::initialize(*gpt, {.enabled = false});
+    StepTrials trials(gpt, amp, {ids, ids}, make_optimizer(config, amp, *gpt, 0.0), {});
     const auto plain = trials.run({.size = 3, .accumulating = true});
     ASSERT_TRUE(plain.has_value());
     EXPECT_GT(plain->peak_bytes(), 0);

@@ -29,6 +29,9 @@ inline ReportData example_report(std::int64_t step_count = 600) {
   data.plan_reason =
       "the fastest of 14 plans that stay below the limit: predicted peak 561.3 MiB, 9% slower than "
       "without recomputation";
+  data.precision = "bf16";
+  data.optimizer = "adamw";
+  data.effective_batch = 32;
   data.microbatch_size = 8;
   data.microbatches_per_step = 4;
   data.recomputed_segments = 4;
