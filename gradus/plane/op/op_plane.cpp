@@ -191,16 +191,23 @@ void Call::set_result(std::size_t index, c10::IValue value) {
   route_->values[route_->base + index] = std::move(value);
 }
 
-void Call::make(bool whole) {
+void Call::make(bool whole, std::size_t next) {
   GRADUS_INTERNAL_CHECK("op_plane", !made_, "a handler made the call of ", name(), " twice");
   route_->whole = route_->whole || whole;
-  route_->run(position_ + 1);
+  route_->run(next);
   made_ = true;
 }
 
-void Call::proceed() { make(false); }
+void Call::proceed() { make(false, position_ + 1); }
 
-void Call::proceed_whole() { make(true); }
+void Call::proceed_whole() { make(true, position_ + 1); }
+
+void Call::proceed_past_order() {
+  const auto& entries = route_->stack.entries;
+  std::size_t next = position_ + 1;
+  while (next < entries.size() && entries[next]->order == entries[position_]->order) ++next;
+  make(false, next);
+}
 
 void Call::replace(std::vector<c10::IValue> results) {
   GRADUS_INTERNAL_CHECK("op_plane", !made_, "a handler replaced the call of ", name(),
@@ -212,17 +219,20 @@ void Call::replace(std::vector<c10::IValue> results) {
   made_ = true;
 }
 
-Call::InnerOperators::InnerOperators(const Call& call)
-    : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(kKey)) {
+Call::InnerOperators::InnerOperators(const Call& call) {
+  if (call.route_->stack.next(call.position_ + 1) == call.route_->stack.entries.size()) return;
+  was_excluded_ = c10::impl::tls_is_dispatch_key_excluded(kKey);
   auto inner = std::make_shared<Stack>();
   const auto& entries = call.route_->stack.entries;
   inner->entries.assign(entries.begin() + static_cast<std::ptrdiff_t>(call.position_) + 1,
                         entries.end());
   c10::ThreadLocalDebugInfo::_push(kKind, std::move(inner));
   c10::impl::tls_set_dispatch_key_excluded(kKey, false);
+  pushed_ = true;
 }
 
 Call::InnerOperators::~InnerOperators() {
+  if (!pushed_) return;
   c10::impl::tls_set_dispatch_key_excluded(kKey, was_excluded_);
   c10::ThreadLocalDebugInfo::_pop(kKind);
 }
@@ -240,6 +250,15 @@ void call_kernel(const c10::OperatorHandle& op, std::vector<c10::IValue>& values
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   op.callBoxed(&values);
+}
+
+std::shared_ptr<Handler> newest(Order order) {
+  const Stack* const stack = Stack::current(kKind);
+  if (stack == nullptr) return nullptr;
+  for (const auto& entry : stack->entries) {
+    if (entry->order == order && entry->active) return entry->handler;
+  }
+  return nullptr;
 }
 
 bool active() {

@@ -19,6 +19,7 @@ namespace gradus::plane::op {
 /// Where a handler stands among others: an earlier order sees a call first (is outermost). Of one
 /// order, the handler pushed last sees it first.
 enum class Order : std::uint8_t {
+  autocast,   ///< Chooses the precision: all others see the casts, and calls with cast arguments.
   profile,    ///< Measures what the user's program calls.
   record,     ///< Remembers how values were made; holds handles from before any substitution.
   transform,  ///< Replaces operators by others (functorch substitution).
@@ -61,6 +62,9 @@ class Call {
   void proceed();
   /// Makes the call as a whole: handlers see none of its parts.
   void proceed_whole();
+  /// Makes the call past all other handlers of this handler's own order: where the newest of an
+  /// order stands for all.
+  void proceed_past_order();
   /// Gives @p results instead of making the call.
   void replace(std::vector<c10::IValue> results);
 
@@ -70,7 +74,8 @@ class Call {
   void set_result(std::size_t index, c10::IValue value);
 
   /// While this lives inside a handler, operators that the handler itself calls come to the
-  /// handlers behind it. Without it they go straight to their kernels.
+  /// handlers behind it. Without it they go straight to their kernels. Costs next to nothing where
+  /// no handler is behind.
   class [[nodiscard]] InnerOperators {
    public:
     explicit InnerOperators(const Call& call);
@@ -79,13 +84,14 @@ class Call {
     InnerOperators& operator=(const InnerOperators&) = delete;
 
    private:
-    bool was_excluded_;
+    bool was_excluded_ = false;
+    bool pushed_ = false;
   };
 
  private:
   friend class internal::Route;
   Call(internal::Route& route, std::size_t position) : route_(&route), position_(position) {}
-  void make(bool whole);
+  void make(bool whole, std::size_t next);
 
   internal::Route* route_;
   std::size_t position_;  // of this call's handler
@@ -128,6 +134,9 @@ Guard push(Order order, std::shared_ptr<Handler> handler);
 /// autograd: for running again a call that was seen at Frame::autograd, with arguments as they were
 /// then.
 void call_kernel(const c10::OperatorHandle& op, std::vector<c10::IValue>& values);
+
+/// The handler of @p order that sees this thread's calls first, or null.
+std::shared_ptr<Handler> newest(Order order);
 
 /// True while this thread shows its calls to at least one handler.
 bool active();

@@ -179,6 +179,36 @@ TEST_F(OpPlaneTest, WhatAHandlerCallsGoesStraightToKernelsUnlessItAsksForTheInne
   EXPECT_EQ(outer_calls, 2);
 }
 
+TEST_F(OpPlaneTest, TheNewestOfAnOrderMayStandForAllOfIt) {
+  const auto counter = [](int& calls, bool alone) {
+    return handler([&calls, alone](Call& call) {
+      ++calls;
+      if (alone) {
+        call.proceed_past_order();
+      } else {
+        call.proceed();
+      }
+    });
+  };
+  int oldest = 0, newest_calls = 0, inner = 0;
+  EXPECT_EQ(newest(Order::autocast), nullptr);
+  const auto old_handler = counter(oldest, false), new_handler = counter(newest_calls, true);
+  const auto x = torch::ones({2});
+  const Guard a = push(Order::autocast, old_handler);
+  const Guard b = push(Order::record, counter(inner, false));
+  x.exp();
+  {
+    const Guard c = push(Order::autocast, new_handler);
+    EXPECT_EQ(newest(Order::autocast), new_handler);
+    x.exp();
+  }
+  EXPECT_EQ(newest(Order::autocast), old_handler);
+  EXPECT_EQ(newest(Order::gather), nullptr);
+  EXPECT_EQ(oldest, 1);
+  EXPECT_EQ(newest_calls, 1);
+  EXPECT_EQ(inner, 2);
+}
+
 TEST_F(OpPlaneTest, AnExceptionOfAKernelOrOfAHandlerLeavesThePlaneAsItWas) {
   auto x = torch::ones({2, 3});
   bool throw_it = false;

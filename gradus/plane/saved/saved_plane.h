@@ -16,6 +16,7 @@ namespace gradus::plane::saved {
 /// Where hooks stand among others: an earlier order takes a saved tensor first (is innermost) and
 /// passes what it keeps on to the next. Of one order, the hooks pushed last take it first.
 enum class Order : std::uint8_t {
+  round,          ///< Keeps a value in the precision that it was computed from.
   checkpoint,     ///< Keeps nothing: the value will be computed again.
   rematerialise,  ///< Keeps it until memory is short, and can compute it again.
   compress,       ///< Keeps a smaller form.
