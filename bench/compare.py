@@ -19,8 +19,11 @@ import statistics
 import sys
 from dataclasses import dataclass
 
+import amp_comparisons
+import levels_comparison
 import live
 import memory_comparisons
+import optim_comparisons
 from live import ProgramError, Side, say
 
 DEFAULT_PAIRS = 60
@@ -97,7 +100,15 @@ COMPARISONS = {
             "what a pass-through op-plane guard adds to an operator call in a small GPT's step, 1 thread",
             "gradus_bench_op_plane", "us an operator", 1, 1.0,
         ),
+        Measurement(
+            "autocast-op",
+            "what autocast adds to a listed operator whose arguments need no cast, 1 thread",
+            "gradus_bench_autocast", "us an operator", 1, 1.0,
+        ),
         *memory_comparisons.ALL,
+        *optim_comparisons.ALL,
+        *amp_comparisons.ALL,
+        *levels_comparison.ALL,
     ]
 }  # fmt: skip
 

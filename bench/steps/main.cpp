@@ -42,18 +42,19 @@ int main(int argc, char** argv) {
     at::set_num_threads(options.threads);
     torch::manual_seed(options.seed);
     const std::map<std::string, Program (*)(const StepOptions&)> programs{
-        {"gpt-step", make_gpt_step},
-        {"mlp-step", make_mlp_step},
-        {"budget", make_budget_step},
-        {"offload", make_offload_step},
-        {"compress", make_compress_step}};
+        {"gpt-step", make_gpt_step},        {"mlp-step", make_mlp_step},
+        {"budget", make_budget_step},       {"offload", make_offload_step},
+        {"compress", make_compress_step},   {"optim", make_optim_step},
+        {"optim-gpt", make_optim_training}, {"amp", make_amp_step},
+        {"levels", make_levels_step}};
     const auto found = programs.find(name);
     if (found != programs.end()) return serve(name, found->second(options));
-    std::fprintf(stderr,
-                 "usage: gradus_bench_step gpt-step|mlp-step|budget|offload|compress [--threads N] "
-                 "[--seed N] [--model NAME] [--mode plain|budget|prefetch|on-demand] [--bytes N] "
-                 "[--track 1] [--folder PATH]; got '%s'\n",
-                 name.c_str());
+    std::fprintf(
+        stderr,
+        "usage: gradus_bench_step gpt-step|mlp-step|budget|offload|compress|amp [--threads N] "
+        "[--seed N] [--model NAME] [--mode NAME] [--bytes N] "
+        "[--track 1] [--folder PATH]; got '%s'\n",
+        name.c_str());
     return 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "[bench] %s\n", error.what());

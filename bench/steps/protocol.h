@@ -40,5 +40,9 @@ Program make_mlp_step(const StepOptions& options);
 Program make_budget_step(const StepOptions& options);
 Program make_offload_step(const StepOptions& options);
 Program make_compress_step(const StepOptions& options);
+Program make_optim_step(const StepOptions& options);
+Program make_optim_training(const StepOptions& options);
+Program make_amp_step(const StepOptions& options);
+Program make_levels_step(const StepOptions& options);
 
 }  // namespace gradus::bench
