@@ -20,6 +20,7 @@ import sys
 LAYERS = [
     "base",
     "solve",
+    "privacy/accountant",
     "plane/op",
     "plane/saved",
     "plane/grad",
@@ -30,6 +31,8 @@ LAYERS = [
     "plan",
     "accumulate",
     "optim",
+    "amp/scaler",
+    "amp/levels",
     "distributed/comm",
     "models",
     "state",

@@ -53,7 +53,7 @@ done
 # --- System packages -------------------------------------------------------------------------------------------------
 
 packages=(
-  bible-kjv ca-certificates ccache coinor-libcbc-dev libbenchmark-dev libcli11-dev libgmock-dev libgtest-dev libsentencepiece-dev
+  bible-kjv ca-certificates ccache coinor-libcbc-dev libbenchmark-dev libcli11-dev libgmock-dev libgtest-dev libkissfft-dev libsentencepiece-dev
   libtomlplusplus-dev liburing-dev make nlohmann-json3-dev zlib1g-dev)
 data_packages=(
   dataset-fashion-mnist libreoffice-help-de libreoffice-help-en-us libsword-utils linux-doc-6.1 python3.11-doc
