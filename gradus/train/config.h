@@ -37,14 +37,14 @@ struct TrainConfig {
     std::int64_t seed = 1;
     std::int64_t accumulate = 0;     ///< Micro-batches of a step; 0: the plan decides.
     std::string precision = "fp32";  ///< As precision_options() takes it.
-    std::string loss_scale;          ///< "dynamic" or a number; empty: as the precision has it.
+    std::string loss_scale{};        ///< "dynamic" or a number; empty: as the precision has it.
     std::int64_t threads = 0;        ///< 0: LibTorch's default.
     std::string device = "cpu";
     std::int64_t eval_every = 50;
     std::int64_t eval_sequences = 64;
     std::int64_t save_every = 50;
     std::int64_t keep = 2;  ///< Training states kept on disk.
-    std::string out;        ///< Run directory; empty: runs/<name of the configuration>-<date>.
+    std::string out{};      ///< Run directory; empty: runs/<name of the configuration>-<date>.
   } train;
   struct Optimizer {
     std::string kind = "adamw";  ///< One of optimizer_kinds().
@@ -60,7 +60,7 @@ struct TrainConfig {
     double clip_value = 0.0;  ///< 0: no clipping. After clip_norm.
   } optimizer;
   struct Memory {
-    std::string limit;                  ///< "600MiB"; empty: none.
+    std::string limit{};                ///< "600MiB"; empty: none.
     std::string plan = "auto";          ///< "auto", "none", or "micro-batch=4,recompute=3".
     std::string offload = "none";       ///< "none", "host", or a folder on a disk.
     std::string compress = "lossless";  ///< "none", "lossless", or a lossy form: see parse_lossy().

@@ -224,6 +224,7 @@ void Run::make_plan() {
       parse_plan_request(config_.memory.plan, config_.train.batch, segments);
   const std::string inputs = plan_inputs(config_, data_->prepared.tokenizer->vocabulary_size());
   if (resumed_ && state_.plan_inputs == inputs) {
+    if (state_.optimizer.empty()) state_.optimizer = config_.optimizer.kind;
     // The same micro-batches, or the run would not continue bit for bit; what they drop changes no
     // number.
     if (state_.plan.budget) passes_ = choose(state_.plan).choice.passes;

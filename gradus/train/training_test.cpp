@@ -27,6 +27,7 @@
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
 #include <gradus/train/optimizers.h>
+#include <gradus/train/precision.h>
 #include <gradus/train/step_trial.h>
 #include <gradus/train/trainer.h>
 #include <gradus/train/training_state.h>
@@ -350,7 +351,7 @@ TEST_F(TrainingTest, AnExplanationHoldsThePlansTheirNumbersAndTheTimelineAndTrai
   EXPECT_THROW(explain_plan(config, {.out = out, .terminal = {}}), UserError);
 }
 
-TEST_F(TrainingTest, AStateOfBeforeBudgetsHasNone) {
+TEST_F(TrainingTest, AStateOfBeforeBudgetsAndPrecisionsHasNone) {
   TrainConfig config = tiny("run");
   config.train.steps = 4;
   run(config);
@@ -358,6 +359,9 @@ TEST_F(TrainingTest, AStateOfBeforeBudgetsHasNone) {
   auto json = nlohmann::json::parse(std::ifstream(file));
   ASSERT_FALSE(json.at("run").at("budget").get<bool>());
   json.at("run").erase("budget");
+  json.at("run").erase("optimizer");
+  json.at("checksums").erase("precision.safetensors");
+  ASSERT_TRUE(fs::remove(file.parent_path() / "precision.safetensors"));
   json.erase("self");
   json["self"] = state::hash_text(state::content_hash(json.dump()));
   std::ofstream(file) << json.dump(2) << '\n';
@@ -365,6 +369,133 @@ TEST_F(TrainingTest, AStateOfBeforeBudgetsHasNone) {
   ASSERT_TRUE(found.newest.has_value());
   EXPECT_EQ(found.newest->run.step, 4);
   EXPECT_FALSE(found.newest->run.plan.budget);
+  EXPECT_TRUE(load_precision(*found.newest).empty());
+  EXPECT_FALSE(run(config, true).interrupted);
+}
+
+TEST_F(TrainingTest, EveryPrecisionLearnsAndResumesBitForBit) {
+  for (const std::string& precision : precision_names()) {
+    SCOPED_TRACE(precision);
+    TrainConfig config = tiny("whole-" + precision);
+    config.train.steps = 10;
+    config.train.precision = precision;
+    config.memory.plan = "micro-batch=3,recompute=1";
+    config.optimizer.lr = 5e-3;
+    // AdamW in float16 divides by 0: eps and squares of gradients are too small for it.
+    if (precision == "O3") config.optimizer.kind = "sgd";
+    run(config);
+    const auto whole = metrics(config);
+    if (precision != "O3") EXPECT_LT(whole.back().loss, whole.front().loss);
+    const bool scaled = precision == "fp16" || precision == "O1" || precision == "O2";
+    EXPECT_EQ(whole.back().loss_scale.has_value(), scaled);
+    for (const int stop : {1, 13}) {
+      TrainConfig broken = config;
+      broken.train.out = (directory / ("broken-" + precision + std::to_string(stop))).string();
+      EXPECT_TRUE(run(broken, false, stop).interrupted);
+      EXPECT_FALSE(run(broken, true).interrupted);
+      EXPECT_EQ(losses(metrics(broken)), losses(whole)) << "stopped after " << stop;
+    }
+    // Weights load anywhere: float32 under the model's own names.
+    models::Gpt gpt = make_gpt(config, 256);
+    load_model(*find_training_state(config.train.out).newest, named_tensors(*gpt));
+  }
+}
+
+TEST_F(TrainingTest, AnOverflowUnderALossScaleIsSkippedAndReported) {
+  TrainConfig config = tiny("run");
+  config.train.precision = "fp16";
+  config.train.loss_scale = "1e9";  // fixed: every gradient of float16 overflows
+  run(config);
+  const auto steps = metrics(config);
+  for (const auto& step : steps) {
+    EXPECT_TRUE(step.skipped);
+    EXPECT_EQ(step.loss_scale, 1e9);
+    EXPECT_TRUE(std::isfinite(step.loss));
+  }
+  const auto found = find_training_state(config.train.out);
+  models::Gpt trained = make_gpt(config, 256);
+  load_model(*found.newest, named_tensors(*trained));
+  torch::manual_seed(static_cast<std::uint64_t>(config.train.seed));
+  models::Gpt fresh = make_gpt(config, 256);
+  const auto before = named_tensors(*fresh), after = named_tensors(*trained);
+  for (std::size_t i = 0; i < before.size(); ++i)
+    EXPECT_TRUE(before[i].second.equal(after[i].second)) << before[i].first;
+}
+
+TEST_F(TrainingTest, EveryOptimizerLearns) {
+  for (const std::string& kind : optimizer_kinds()) {
+    SCOPED_TRACE(kind);
+    TrainConfig config = tiny("run-" + kind);
+    config.train.steps = 40;
+    config.optimizer.kind = kind;
+    config.optimizer.clip_value = 0.5;
+    const bool plain = kind.starts_with("sgd");
+    config.optimizer.lr = kind == "lars" ? 30.0 : plain ? 0.1 : 5e-3;
+    run(config);
+    const auto steps = metrics(config);
+    EXPECT_LT(steps.back().loss, 0.97 * steps.front().loss);
+  }
+}
+
+TEST_F(TrainingTest, AccumulateFixesTheMicroBatchesOfAnyPlan) {
+  TrainConfig config = tiny("plain");
+  config.train.accumulate = 4;
+  EXPECT_EQ(run(config).plan.micro_batches, 4);
+  TrainConfig limited = tiny("limited");
+  limited.train.accumulate = 4;
+  limited.memory.limit = "64MiB";
+  EXPECT_EQ(run(limited).plan.micro_batches, 4);
+  EXPECT_EQ(losses(metrics(limited)), losses(metrics(config)));
+  limited.train.out = (directory / "small").string();
+  // The whole batch at once, where there is hardly room for one sequence.
+  limited.train.accumulate = 1;
+  models::Gpt gpt = make_gpt(config, 256);
+  std::int64_t values = 0;
+  for (const auto& p : gpt->parameters()) values += p.numel();
+  limited.memory.limit = std::to_string(17 * values);
+  try {
+    run(limited);
+    ADD_FAILURE() << "must be refused";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("--accumulate 0"));
+  }
+}
+
+TEST_F(TrainingTest, AnAutomaticPlanKeepsItsLimitAtLowerPrecision) {
+  for (const char* precision : {"bf16", "fp16", "O2", "bf16-weights"}) {
+    SCOPED_TRACE(precision);
+    TrainConfig plain = tiny(std::string("plain-") + precision);
+    plain.train.precision = precision;
+    const TrainOutcome whole = run(plain);
+    TrainConfig config = plain;
+    config.train.out = (directory / (std::string("limited-") + precision)).string();
+    const std::int64_t limit = whole.peak_bytes * 9 / 10;
+    config.memory.limit = std::to_string(limit);
+    const TrainOutcome outcome = run(config);
+    EXPECT_LE(outcome.peak_bytes, limit);
+    EXPECT_NE(outcome.plan, Plan{});
+    EXPECT_GT(outcome.plain_peak_bytes, limit);
+  }
+}
+
+TEST_F(TrainingTest, TheOptimizersStateIsInEightBitsOnlyWhereThatIsAllowed) {
+  TrainConfig config = tiny("exact");
+  config.model.width = 64;
+  models::Gpt gpt = make_gpt(config, 256);
+  std::int64_t values = 0;
+  for (const auto& p : gpt->parameters()) values += p.numel();
+  // Weights, gradients and AdamW's two moments, and nothing for activations.
+  config.memory.limit = std::to_string(16 * values);
+  EXPECT_THROW(run(config), UserError);
+  config.train.out = (directory / "small").string();
+  config.memory.optimizer_state = "8bit";
+  const TrainOutcome outcome = run(config);
+  EXPECT_LE(outcome.peak_bytes, 16 * values);
+  const auto found = find_training_state(config.train.out);
+  EXPECT_EQ(found.newest->run.optimizer, "adamw8bit");
+  EXPECT_THAT(found.newest->run.plan_reason, testing::HasSubstr("in 8 bits"));
+  config.train.steps = 12;
+  EXPECT_EQ(run(config, true).steps, 12) << "resumed with the state that was saved";
 }
 
 TEST_F(TrainingTest, ANonFiniteLossStopsTheRunBeforeItSpoilsTheWeights) {

@@ -122,8 +122,10 @@ void expect_techniques_equal_plain(const TrainConfig& config) {
       expect_same(plain, got);
       EXPECT_LT(got.peak_bytes, plain.peak_bytes);
     }
+    // Where weights have 16 bits, less of a step is activations, which alone can be dropped.
+    const std::int64_t percent = config.train.precision.starts_with("bf16-") ? 85 : 70;
     const std::int64_t limit =
-        plain.resting_bytes + (plain.peak_bytes - plain.resting_bytes) * 7 / 10;
+        plain.resting_bytes + (plain.peak_bytes - plain.resting_bytes) * percent / 100;
     for (const Technique technique : {Technique::online_budget, Technique::planned_budget}) {
       SCOPED_TRACE(technique == Technique::online_budget ? "online budget" : "planned budget");
       const Outcome got = run(config, technique, micro_batches, limit);
