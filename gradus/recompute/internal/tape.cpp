@@ -505,7 +505,12 @@ std::optional<plane::saved::Packed> Tape::encode(const std::shared_ptr<Content>&
   if (tracer_ != nullptr) tracer_->before_change();
   const double evicting_before = evicting_s_;
   const auto start = Clock::now();
-  auto small = encoder_->encode(value, planned() ? 1.0 : kWorthEncoding);
+  std::optional<plane::saved::Packed> small;
+  try {
+    small = encoder_->encode(value, planned() ? 1.0 : kWorthEncoding);
+  } catch (const MemoryLimitError&) {
+    // No room for the smaller form beside the value: it is kept as without an encoder.
+  }
   evicting_s_ = evicting_before + seconds_since(start);  // evicting for it is in this time
   if (!small) {
     if (tracer_ != nullptr) tracer_->after_change();
