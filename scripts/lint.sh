@@ -36,7 +36,7 @@ if ((${#files[@]})); then
     xargs -0 -n 1 -P "${JOBS:-$(nproc)}" .venv/bin/clang-tidy --quiet -p build/lint || status=1
 fi
 .venv/bin/ruff check --quiet scripts tests bench || status=1
-.venv/bin/codespell -L caf --skip '*.safetensors,*.model' \
+.venv/bin/codespell -L caf,bu --skip '*.safetensors,*.model' \
   bench cmake docs examples gradus scripts tests tools ./*.md || status=1
 .venv/bin/shellcheck --severity=warning .ci/run scripts/*.sh tests/install/run.sh || status=1
 exit "$status"

@@ -136,6 +136,11 @@ void print_summary(const TrainConfig& config, const train::TrainOutcome& outcome
   row("measured peak", peak);
   row("loss",
       base::join(outcome.first_loss, " -> ", outcome.last_loss, " in ", outcome.steps, " steps"));
+  if (config.train.precision != "fp32") row("precision", config.train.precision);
+  if (outcome.skipped_steps > 0) {
+    row("skipped steps",
+        base::join(outcome.skipped_steps, " (a gradient overflowed at the loss scale)"));
+  }
   row("training state", outcome.state_path);
   row("report", outcome.report_path);
   if (!outcome.sample.empty()) out << "\nsample:\n" << outcome.sample << '\n';

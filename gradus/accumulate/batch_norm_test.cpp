@@ -10,6 +10,8 @@
 #include <gradus/accumulate/window.h>
 #include <gradus/base/error.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::accumulate {
 namespace {
 
@@ -17,15 +19,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::Not;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 // What most C++ models look like: members of the layers' types.
 struct TypedNetImpl : torch::nn::Module {

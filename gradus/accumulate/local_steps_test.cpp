@@ -11,19 +11,13 @@
 #include <gradus/accumulate/window.h>
 #include <gradus/base/error.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::accumulate {
 namespace {
 
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 at::Tensor leaf(double value) { return torch::full({}, value, at::kDouble).requires_grad_(); }
 

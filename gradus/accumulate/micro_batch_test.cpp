@@ -12,19 +12,13 @@
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::accumulate {
 namespace {
 
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 std::int64_t live() { return base::MemoryTracker::install().live().total(); }
 

@@ -15,6 +15,8 @@
 #include <gradus/base/error.h>
 #include <gradus/plane/grad/grad_plane.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::accumulate {
 namespace {
 
@@ -26,15 +28,7 @@ class OneThread final : public testing::Environment {
 const testing::Environment* const one_thread = testing::AddGlobalTestEnvironment(new OneThread);
 
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 at::Tensor leaf(double value = 1.0) { return torch::full({}, value, at::kDouble).requires_grad_(); }
 

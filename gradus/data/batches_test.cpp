@@ -16,20 +16,14 @@
 #include <gradus/base/error.h>
 #include <gradus/data/internal/counter_random.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::data {
 namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
-
-std::string message_of(const auto& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 /// A file whose token i is i: a batch then shows where it was taken.
 std::shared_ptr<const TokenFile> counting_file(std::int64_t count) {

@@ -14,21 +14,15 @@
 #include <gradus/data/internal/run_program.h>
 #include <gradus/data/internal/utf8.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::data {
 namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
 using testing::StartsWith;
-
-std::string message_of(const auto& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 class CorpusTest : public testing::Test {
  protected:

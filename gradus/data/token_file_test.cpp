@@ -13,20 +13,14 @@
 #include <gradus/base/error.h>
 #include <gradus/state/atomic_file.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::data {
 namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
-
-std::string message_of(const auto& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 class TokenFileTest : public testing::Test {
  protected:

@@ -32,11 +32,14 @@
 #include <gradus/offload/file_io.h>
 #include <gradus/recompute/checkpoint.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::offload {
 namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
+using tests::message_of;
 
 constexpr std::int64_t kMiB = 1 << 20;
 
@@ -193,15 +196,6 @@ class OffloadTest : public testing::Test {
 
 int thread_count() {
   return static_cast<int>(std::distance(fs::directory_iterator("/proc/self/task"), {}));
-}
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
 }
 
 TEST_F(OffloadTest, GivesTheSameGradientsBitForBitByEveryWay) {

@@ -12,19 +12,13 @@
 #include <gradus/base/error.h>
 #include <gradus/optim/internal/loops.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::optim {
 namespace {
 
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 // Algorithm 4 of Shazeer and Stern 2018 on one parameter [matrices, n, m] (or a vector, n = 0), one
 // number at a time in float64; eps1 and the decay stand where the form has them.

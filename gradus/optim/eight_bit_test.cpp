@@ -16,20 +16,14 @@
 #include <gradus/optim/internal/block_quantise.h>
 #include <gradus/optim/sgd.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::optim {
 namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 // The published map, built as its authors' create_dynamic_map does: equal steps between 0.1 and 1,
 // their middles, times powers of ten.

@@ -27,19 +27,13 @@
 #include <gradus/optim/sgd.h>
 #include <gradus/recompute/checkpoint.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::optim {
 namespace {
 
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 using Factory = std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor>)>;
 

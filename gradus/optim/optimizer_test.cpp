@@ -17,20 +17,14 @@
 #include <gradus/optim/lars.h>
 #include <gradus/optim/sgd.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::optim {
 namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 using Factory = std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor>)>;
 

@@ -11,19 +11,13 @@
 #include <gradus/optim/muon.h>
 #include <gradus/optim/sgd.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::optim {
 namespace {
 
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 at::Tensor parameter() { return torch::ones({2}).requires_grad_(); }
 

@@ -16,6 +16,8 @@
 #include <gradus/recompute/checkpoint.h>
 #include <gradus/recompute/run_difference.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::recompute {
 namespace {
 
@@ -208,25 +210,26 @@ TEST_F(ReentrantTest, RefusesByNameWhatItCannotDo) {
   auto x = torch::randn({4}).requires_grad_();
   const auto fn = [](at::Tensor v) { return v.exp().sin(); };
   const auto loss = [&] { return checkpoint(kReentrant, fn, x).sum(); };
-  EXPECT_THAT(error_of([&] { torch::autograd::grad({loss()}, {x}); }),
+  EXPECT_THAT(tests::message_of([&] { torch::autograd::grad({loss()}, {x}); }),
               HasSubstr("torch::autograd::grad() and backward(inputs=)"));
-  EXPECT_THAT(error_of([&] { loss().backward({}, {}, false, std::vector<at::Tensor>{x}); }),
-              HasSubstr("torch::autograd::grad() and backward(inputs=)"));
-  EXPECT_THAT(error_of([&] { loss().backward({}, {}, /*create_graph=*/true); }),
+  EXPECT_THAT(
+      tests::message_of([&] { loss().backward({}, {}, false, std::vector<at::Tensor>{x}); }),
+      HasSubstr("torch::autograd::grad() and backward(inputs=)"));
+  EXPECT_THAT(tests::message_of([&] { loss().backward({}, {}, /*create_graph=*/true); }),
               HasSubstr("no double backward"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(tests::message_of([&] {
                 checkpoint({.reentrant = true, .selective = save_matrix_products()}, fn, x);
               }),
               HasSubstr("selective"));
-  EXPECT_THAT(
-      error_of([&] { checkpoint(kReentrant, [](at::Tensor v) { return v.add_(1); }, x * 1); }),
-      HasSubstr("must not change its arguments in place"));
+  EXPECT_THAT(tests::message_of(
+                  [&] { checkpoint(kReentrant, [](at::Tensor v) { return v.add_(1); }, x * 1); }),
+              HasSubstr("must not change its arguments in place"));
   struct Opaque {
     at::Tensor tensor;
   };
-  EXPECT_THAT(
-      error_of([&] { checkpoint(kReentrant, [](at::Tensor v) { return Opaque{v.exp()}; }, x); }),
-      HasSubstr("for_each_tensor"));
+  EXPECT_THAT(tests::message_of(
+                  [&] { checkpoint(kReentrant, [](at::Tensor v) { return Opaque{v.exp()}; }, x); }),
+              HasSubstr("for_each_tensor"));
 }
 
 TEST_F(ReentrantTest, ChangedWeightsAndChangedProgramsAreErrorsByName) {
@@ -238,12 +241,13 @@ TEST_F(ReentrantTest, ChangedWeightsAndChangedProgramsAreErrorsByName) {
     at::NoGradGuard no_grad;
     w.mul_(2);
   }
-  EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("block.weight (Float [3, 3])"));
+  EXPECT_THAT(tests::message_of([&] { loss.backward(); }),
+              HasSubstr("block.weight (Float [3, 3])"));
 
   torch::nn::Dropout dropout(0.5);
   loss = checkpoint(kReentrant, [=](at::Tensor v) mutable { return dropout(v); }, x).sum();
   dropout->eval();
-  EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("eval()"));
+  EXPECT_THAT(tests::message_of([&] { loss.backward(); }), HasSubstr("eval()"));
 }
 
 TEST_F(ReentrantTest, AnExceptionInEitherRunReachesTheCallerAndNothingSticks) {

@@ -34,14 +34,4 @@ inline std::string difference(
   return "";
 }
 
-/// What the UserError that @p fn throws says, or "no error".
-inline std::string error_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 }  // namespace gradus::recompute

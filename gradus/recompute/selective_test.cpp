@@ -19,6 +19,8 @@
 #include <gradus/recompute/checkpoint.h>
 #include <gradus/recompute/run_difference.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::recompute {
 namespace {
 
@@ -173,7 +175,7 @@ TEST_F(SelectiveTest, AResultChangedInPlaceIsAnErrorByNameUnlessAllowed) {
   auto x = torch::randn({4, 4}).requires_grad_();
   auto policy = save_operators({"aten::mm"});
   EXPECT_THAT(
-      error_of([&] { checkpoint({.selective = policy}, fn, x); }),
+      tests::message_of([&] { checkpoint({.selective = policy}, fn, x); }),
       HasSubstr("aten::mul_ changes the result of aten::mm (an unnamed tensor (Float [4, 4]))"));
   policy.allow_mutation = true;
   EXPECT_EQ(difference([&](bool on) {
@@ -196,7 +198,7 @@ TEST_F(SelectiveTest, AResultChangedInPlaceIsAnErrorByNameUnlessAllowed) {
       at::NoGradGuard no_grad;
       y.first.mul_(2);
     }
-    EXPECT_THAT(error_of([&] { (y.first.sum() + y.second.sum()).backward(); }),
+    EXPECT_THAT(tests::message_of([&] { (y.first.sum() + y.second.sum()).backward(); }),
                 HasSubstr("must not change before it is used"));
   }
 }
@@ -205,8 +207,9 @@ TEST_F(SelectiveTest, WhatHasNoResultOfItsOwnCannotBeSavedButMayBePreferred) {
   auto x = torch::randn({4, 4}).requires_grad_();
   const auto fn = [](at::Tensor v) { return v.t().sin().mul_(2).cos(); };
   for (const char* const name : {"aten::t", "aten::mul_"}) {
-    EXPECT_THAT(error_of([&] { checkpoint({.selective = save_operators({name})}, fn, x); }),
-                HasSubstr(std::string(name) + " returns a view or a list, or changes an argument"));
+    EXPECT_THAT(
+        tests::message_of([&] { checkpoint({.selective = save_operators({name})}, fn, x); }),
+        HasSubstr(std::string(name) + " returns a view or a list, or changes an argument"));
   }
   checkpoint({.selective = {.decide =
                                 [](const OperatorCall& call) {
@@ -217,7 +220,8 @@ TEST_F(SelectiveTest, WhatHasNoResultOfItsOwnCannotBeSavedButMayBePreferred) {
       .sum()
       .backward();
   EXPECT_TRUE(x.grad().allclose(-2 * x.detach().cos() * (2 * x.detach().sin()).sin()));
-  EXPECT_THAT(error_of([] { save_operators({"mm"}); }), HasSubstr("no operator is called \"mm\""));
+  EXPECT_THAT(tests::message_of([] { save_operators({"mm"}); }),
+              HasSubstr("no operator is called \"mm\""));
 }
 
 TEST_F(SelectiveTest, RetainGraphDoubleBackwardAndNestingEqualPlain) {
@@ -248,7 +252,7 @@ TEST_F(SelectiveTest, RetainGraphDoubleBackwardAndNestingEqualPlain) {
 
 TEST_F(SelectiveTest, ABackwardPassInsideIsRefused) {
   auto x = torch::randn({4}).requires_grad_();
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(tests::message_of([&] {
                 checkpoint(
                     {.selective = save_operators({"aten::exp"})},
                     [](at::Tensor v) {

@@ -29,8 +29,8 @@ struct ReportData {
   std::int64_t parameter_count = 0;
   std::string plan{};         ///< The plan chosen: "recompute 4 of 6 segments, micro-batch 8".
   std::string plan_reason{};  ///< Why: "the fastest of 12 that fit; ...".
-  std::string precision{};                 ///< "bf16: operators cast by lists, weights float32".
-  std::string optimizer{};                 ///< "adamw, state in 8 bits".
+  std::string precision{};    ///< "bf16: operators cast by lists, weights float32".
+  std::string optimizer{};    ///< "adamw, state in 8 bits".
   std::int64_t effective_batch = 0;        ///< Examples in one optimizer step.
   std::int64_t microbatch_size = 0;        ///< Examples in one forward, at most.
   std::int64_t microbatches_per_step = 0;  ///< Forwards in one optimizer step.

@@ -19,6 +19,8 @@
 #include <gradus/base/error.h>
 #include <gradus/report/internal/scratch_folder.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::report {
 namespace {
 
@@ -26,6 +28,7 @@ using internal::read_file;
 using internal::ScratchFolder;
 using internal::write_file;
 using testing::HasSubstr;
+using tests::message_of;
 
 StepMetrics step_metrics(std::int64_t step) {
   StepMetrics metrics{.step = step,
@@ -42,15 +45,6 @@ StepMetrics step_metrics(std::int64_t step) {
 void write_steps(const std::filesystem::path& path, std::int64_t first, std::int64_t last) {
   MetricsWriter writer(path);
   for (std::int64_t step = first; step <= last; ++step) writer.append(step_metrics(step));
-}
-
-std::string message_of(const auto& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "nothing thrown";
 }
 
 TEST(MetricsTest, EveryDoubleReadsBackToTheSameBits) {

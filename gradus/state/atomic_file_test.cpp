@@ -21,6 +21,8 @@
 #include <gradus/base/error.h>
 #include <gradus/state/internal/file_descriptor.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::state {
 namespace {
 
@@ -29,15 +31,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::SizeIs;
-
-std::string message_of(const auto& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 class AtomicFileTest : public testing::Test {
  protected:

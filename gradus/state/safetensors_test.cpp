@@ -15,21 +15,15 @@
 #include <gradus/base/error.h>
 #include <gradus/state/atomic_file.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::state {
 namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
 using testing::StartsWith;
-
-std::string message_of(const auto& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 bool bit_equal(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;

@@ -130,6 +130,7 @@ class Search {
   void prove();
   bool try_out(Considered& considered, bool moments = false);
   void refine(Considered& considered);
+  void trace_anew(Considered& plain);
   PlanChoice finish();
 
   const PlanChoiceOptions& options_;
@@ -495,6 +496,19 @@ void Search::refine(Considered& considered) {
   considered = std::move(again);
 }
 
+// One sequence takes other paths than the two and three that were traced: fewer calls, whose
+// moments would not stand beside those measured.
+void Search::trace_anew(Considered& plain) {
+  const std::int64_t size = plain.candidate.plan.largest(options_.batch);
+  if (size >= small_size_) return;
+  const auto trial = run_({.size = size,
+                           .accumulating = accumulating(plain.candidate.plan.micro_batches),
+                           .budget = true});
+  if (!trial) return;
+  plain.passes.first = trial->first.trace;
+  if (trial->later) plain.passes.later = trial->later->trace;
+}
+
 PlanChoice Search::finish() {
   std::vector<Considered*> proved;
   std::size_t fitting = 0;
@@ -515,6 +529,7 @@ PlanChoice Search::finish() {
                  base::format_bytes(options_.limit_bytes),
                  " once and then did not; raise --memory by a few per cent");
     best.candidate.measured_seconds = std::min(best.candidate.measured_seconds, seconds);
+    if (!best.memory) trace_anew(best);
   }
   PlanChoice choice;
   choice.plan = best.candidate.plan;

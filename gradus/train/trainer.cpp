@@ -402,6 +402,10 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
                            {.delay_overflow_check = i + 1 < count});
     window_->backward(loss, static_cast<double>(inputs.numel()));
     scaled.finish();
+    if (amp_->properties().casts_to_half()) {
+      for (const at::Tensor& weight : amp_->master_params(*optimizer_))
+        if (weight.grad().defined()) tracker_.attribute(weight.grad(), MemoryCategory::gradients);
+    }
     if (environment_.should_stop()) return std::nullopt;
   }
   attribution.reset();
@@ -554,6 +558,7 @@ TrainOutcome Run::execute() {
   outcome.steps = state_.step;
   outcome.first_loss = state_.first_loss;
   outcome.last_loss = state_.last_loss;
+  outcome.skipped_steps = amp_->counts(*optimizer_).skipped;
   outcome.peak_bytes = state_.peak_bytes;
   outcome.plain_peak_bytes = state_.plain_peak_bytes;
   outcome.plan = state_.plan;

@@ -28,6 +28,7 @@ struct TrainOutcome {
   std::int64_t steps = 0;
   double first_loss = 0.0;
   double last_loss = 0.0;
+  std::int64_t skipped_steps = 0;     ///< Of this process: a gradient overflowed at the loss scale.
   std::int64_t peak_bytes = 0;        ///< Highest of the run's steps.
   std::int64_t plain_peak_bytes = 0;  ///< Predicted for plain training; 0 if unknown.
   Plan plan;

@@ -338,7 +338,8 @@ TEST_F(TrainingTest, AnExplanationHoldsThePlansTheirNumbersAndTheTimelineAndTrai
               0.03 * static_cast<double>(choice.trial_peak_bytes));
   EXPECT_THAT(explained.text, testing::HasSubstr(describe_plan(choice.plan, 8, 3)));
   EXPECT_THAT(explained.text, testing::HasSubstr(choice.reason));
-  EXPECT_EQ(explained.page.planned_bytes.size(), explained.page.measured_bytes.size());
+  EXPECT_EQ(explained.page.planned_bytes.size(), explained.page.measured_bytes.size())
+      << explained.text;
   std::int64_t worst = 0;
   for (std::size_t i = 0; i < explained.page.planned_bytes.size(); ++i)
     worst = std::max(worst,
@@ -496,6 +497,17 @@ TEST_F(TrainingTest, TheOptimizersStateIsInEightBitsOnlyWhereThatIsAllowed) {
   EXPECT_THAT(found.newest->run.plan_reason, testing::HasSubstr("in 8 bits"));
   config.train.steps = 12;
   EXPECT_EQ(run(config, true).steps, 12) << "resumed with the state that was saved";
+}
+
+TEST_F(TrainingTest, APlanOfOneSequenceIsExplainedByItsOwnCalls) {
+  TrainConfig config = tiny("none");
+  config.train.accumulate = 8;
+  config.memory.limit = "64MiB";
+  std::ostringstream out;
+  const PlanExplanation explained = explain_plan(config, {.out = out, .terminal = {}});
+  EXPECT_EQ(explained.choice.plan, (Plan{.micro_batches = 8}));
+  EXPECT_GT(explained.page.planned_bytes.size(), 100u);
+  EXPECT_EQ(explained.page.planned_bytes.size(), explained.page.measured_bytes.size());
 }
 
 TEST_F(TrainingTest, ANonFiniteLossStopsTheRunBeforeItSpoilsTheWeights) {

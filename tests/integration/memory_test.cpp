@@ -45,6 +45,27 @@ std::string summary_row(const Ended& ended, const std::string& name) {
   return "";
 }
 
+TEST_F(MemoryTest, MixedPrecisionIsPlannedForAndReported) {
+  const Ended plain = train("plain", deep({{"precision", "bf16"}, {"steps", "5"}}));
+  const std::int64_t limit = highest_peak(metrics("plain")) * 3 / 5;
+  const Ended ended = train("limited", deep({{"precision", "bf16"},
+                                             {"optimizer", "adafactor"},
+                                             {"clip-value", "0.1"},
+                                             {"steps", "5"},
+                                             {"memory", std::to_string(limit)}}));
+  EXPECT_LE(highest_peak(metrics("limited")), limit);
+  EXPECT_EQ(summary_row(ended, "precision"), "bf16");
+  EXPECT_THAT(read_text(path("limited") + "/report.html"), HasSubstr("adafactor"));
+
+  // Fixed far too high: every step overflows, is skipped, and is counted.
+  const Ended skipped =
+      train("skipped", deep({{"precision", "fp16"}, {"loss-scale", "1e9"}, {"steps", "3"}}));
+  EXPECT_THAT(summary_row(skipped, "skipped steps"), testing::StartsWith("3 "));
+  const std::string page = read_text(path("skipped") + "/report.html");
+  EXPECT_THAT(page, HasSubstr("Loss scale"));
+  EXPECT_THAT(page, HasSubstr("3 of 3 (100.0%)"));
+}
+
 TEST_F(MemoryTest, AutoFinishesUnderHalfOfWhatPlainTrainingNeedsWithThePlainLosses) {
   train("plain", deep({{"dropout", "0"}}));
   const std::int64_t plain = highest_peak(metrics("plain")), limit = plain / 2;

@@ -20,10 +20,13 @@
 #include <gradus/plane/op/op_plane.h>
 #include <gradus/recompute/checkpoint.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::amp {
 namespace {
 
 using testing::HasSubstr;
+using tests::message_of;
 namespace nn = torch::nn;
 
 constexpr auto kF = at::kFloat;
@@ -69,15 +72,6 @@ class LevelsTest : public testing::Test {
   }
   void TearDown() override { EXPECT_FALSE(plane::op::active()); }
 };
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
 
 TEST_F(LevelsTest, EveryTensorOfAConvolutionalNetHasTheDtypeOfTheTable) {
   struct Row {

@@ -17,10 +17,13 @@
 #include <gradus/optim/sgd.h>
 #include <gradus/plane/op/op_plane.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::amp {
 namespace {
 
 using testing::HasSubstr;
+using tests::message_of;
 namespace nn = torch::nn;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -42,15 +45,6 @@ class ScaledLossTest : public testing::Test {
   }
   void TearDown() override { EXPECT_FALSE(plane::op::active()); }
 };
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
 
 // Of the scale, for losses whose own gradient is 1: at 65536 it would not fit float16.
 constexpr double kFirst = 1024.0;

@@ -12,20 +12,14 @@
 #include <gradus/base/error.h>
 #include <gradus/optim/adamw.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::amp {
 namespace {
 
 using testing::HasSubstr;
+using tests::message_of;
 namespace nn = torch::nn;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
 
 // A run that can be saved and begun again.
 struct Training {

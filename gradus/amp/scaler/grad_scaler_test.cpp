@@ -19,24 +19,18 @@
 #include <gradus/optim/clip.h>
 #include <gradus/optim/sgd.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::amp {
 namespace {
 
 using optim::SGD;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using tests::message_of;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
 
 at::Tensor parameter(std::vector<double> values, at::ScalarType dtype = at::kFloat) {
   return torch::tensor(values, dtype).requires_grad_();

@@ -12,20 +12,14 @@
 
 #include <gradus/base/error.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::amp::scaler {
 namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 std::vector<float> scales(LossScale& scale, const std::string& iterations) {
   std::vector<float> result;

@@ -9,19 +9,13 @@
 
 #include <gradus/base/error.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::distributed::comm {
 namespace {
 
 using testing::HasSubstr;
-
-std::string message_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "no UserError";
-}
+using tests::message_of;
 
 std::string refusal(const Environment& environment, const LaunchOptions& options = {}) {
   return message_of([&] { discover(environment, options); });
