@@ -181,7 +181,8 @@ std::string summary(const ReportData& data, const Findings& found) {
       if_known(data.effective_batch, [&] { return join(data.effective_batch, " examples"); }));
   row("Micro-batch", if_known(data.microbatch_size, [&] {
         std::string text = join(data.microbatch_size, " examples");
-        if (data.microbatches_per_step > 0) text += join(", ", data.microbatches_per_step, " per step");
+        if (data.microbatches_per_step > 0)
+          text += join(", ", data.microbatches_per_step, " per step");
         return text;
       }));
   row("Recomputed segments", if_known(data.segments, [&] {

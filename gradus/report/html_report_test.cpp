@@ -130,11 +130,26 @@ TEST(HtmlReportTest, HostileTextIsInertWhereverItStands) {
       "</script></style><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\xFF\x01";
   ReportData data = example_report();
   const std::size_t scripts = occurrences(html_report(data), "<script");
-  for (std::string* text :
-       {&data.title, &data.status, &data.created, &data.model, &data.plan, &data.plan_reason, &data.precision, &data.optimizer,
-        &data.plain_source, &data.timeline_label, &data.loss_label, &data.item, &data.sample_prompt,
-        &data.sample_text, &data.phases[0].name, &data.phases[1].name, &data.configuration[0].first,
-        &data.configuration[0].second, &data.environment[0].first, &data.environment[0].second}) {
+  for (std::string* text : {&data.title,
+                            &data.status,
+                            &data.created,
+                            &data.model,
+                            &data.plan,
+                            &data.plan_reason,
+                            &data.precision,
+                            &data.optimizer,
+                            &data.plain_source,
+                            &data.timeline_label,
+                            &data.loss_label,
+                            &data.item,
+                            &data.sample_prompt,
+                            &data.sample_text,
+                            &data.phases[0].name,
+                            &data.phases[1].name,
+                            &data.configuration[0].first,
+                            &data.configuration[0].second,
+                            &data.environment[0].first,
+                            &data.environment[0].second}) {
     *text = hostile;
   }
   const std::string html = html_report(data);
