@@ -1,10 +1,12 @@
 #include <gradus/accumulate/local_steps.h>
 
 #include <cmath>
+#include <optional>
 #include <unordered_set>
 
 #include <ATen/core/grad_mode.h>
 
+#include <gradus/accumulate/internal/accumulators.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 
@@ -39,6 +41,7 @@ struct LocalSteps::State {
   LocalStepsOptions options{};
   std::vector<at::Tensor> losses{};
   bool broken = false;
+  std::optional<internal::Accumulator> accumulator{};
 };
 
 LocalSteps::LocalSteps(const std::vector<at::Tensor>& parameters, const LocalStepsOptions& options)
@@ -55,6 +58,12 @@ LocalSteps::LocalSteps(const std::vector<at::Tensor>& parameters, const LocalSte
   GRADUS_CHECK("local_steps", std::isfinite(options.learning_rate) && options.learning_rate > 0.0,
                "learning_rate must be finite and > 0; got ", options.learning_rate);
   state_->options = options;
+  std::vector<at::Tensor> unique;
+  for (const State::Entry& entry : state_->entries) unique.push_back(entry.parameter);
+  state_->accumulator.emplace(
+      "local_steps", unique,
+      internal::Obstacles{.always =
+                              "LocalSteps sums up gradients after backward. Step after backward"});
 }
 
 LocalSteps::~LocalSteps() {

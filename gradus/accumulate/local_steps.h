@@ -35,7 +35,8 @@ struct LocalStepsResult {
 /// narrower dtypes.
 class LocalSteps {
  public:
-  /// @throws UserError on an undefined parameter or an option out of its range.
+  /// @throws UserError on an undefined parameter, an option out of its range, and a parameter that
+  /// an optimizer steps inside backward (BackwardSteps).
   LocalSteps(const std::vector<at::Tensor>& parameters, const LocalStepsOptions& options);
   /// Puts the parameters back if a window is unfinished.
   ~LocalSteps();

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <gradus/accumulate/backward_steps.h>
 #include <gradus/accumulate/window.h>
 #include <gradus/base/error.h>
 
@@ -140,6 +141,18 @@ TEST(LocalStepsTest, MisuseIsRefusedByName) {
   EXPECT_THAT(message_of([&] { window.backward(w * 1.0); }), HasSubstr("it made 1 of 1 steps"));
   window.finish();
   EXPECT_THAT(message_of([&] { window.backward(w * 1.0); }), HasSubstr("must be cleared"));
+}
+
+TEST(LocalStepsTest, OptimizerThatStepsInBackwardIsRefusedByName) {
+  const auto w = leaf(1.0);
+  {
+    const BackwardSteps steps({w}, true);
+    EXPECT_THAT(message_of([&] { const LocalSteps window({w}, {.learning_rate = 0.1}); }),
+                HasSubstr("LocalSteps sums up gradients after backward"));
+  }
+  const LocalSteps window({w}, {.learning_rate = 0.1});
+  EXPECT_THAT(message_of([&] { const BackwardSteps steps({w}, true); }),
+              HasSubstr("LocalSteps sums up gradients after backward"));
 }
 
 }  // namespace

@@ -1,11 +1,13 @@
 #include <gradus/accumulate/wide_gradients.h>
 
 #include <atomic>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 
+#include <gradus/accumulate/internal/accumulators.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>
@@ -22,7 +24,7 @@ struct WideGradients::State {
   struct Entry {
     at::Tensor parameter{};
     at::Tensor sum{};
-    plane::grad::Hook hook{};
+    std::optional<plane::grad::Hook> hook{};
   };
 
   // Parameters on several devices come from several threads of the engine, each to entries of its
@@ -44,9 +46,17 @@ struct WideGradients::State {
     entry.parameter.mutable_grad().reset();
   }
 
+  // A frozen parameter cannot be watched; it may be thawed before any backward pass.
+  void watch(Entry& entry) {
+    if (entry.hook || !entry.parameter.requires_grad()) return;
+    entry.hook = plane::grad::on_accumulated(entry.parameter,
+                                             [this, to = &entry](const at::Tensor&) { take(*to); });
+  }
+
   std::vector<std::unique_ptr<Entry>> entries{};
   std::unordered_map<const void*, Entry*> of_parameter{};
   std::atomic<bool> collecting = false;
+  std::optional<internal::Accumulator> accumulator{};
 };
 
 WideGradients::WideGradients(const std::vector<at::Tensor>& parameters)
@@ -55,20 +65,27 @@ WideGradients::WideGradients(const std::vector<at::Tensor>& parameters)
     GRADUS_CHECK("wide_gradients", parameter.defined(), "parameters must be defined tensors");
     const auto [place, added] =
         state_->of_parameter.try_emplace(parameter.unsafeGetTensorImpl(), nullptr);
-    if (!added || !parameter.requires_grad()) continue;
+    if (!added) continue;
     auto entry = std::make_unique<State::Entry>();
     entry->parameter = parameter;
-    entry->hook = plane::grad::on_accumulated(
-        parameter,
-        [state = state_.get(), to = entry.get()](const at::Tensor&) { state->take(*to); });
+    state_->watch(*entry);
     place->second = entry.get();
     state_->entries.push_back(std::move(entry));
   }
+  state_->accumulator.emplace("wide_gradients", parameters,
+                              internal::Obstacles{.always = "fp32 sums (fp32_gradients) take each "
+                                                            "gradient themselves. Leave them out, "
+                                                            "or step after backward"});
 }
 
 WideGradients::~WideGradients() = default;
 
-void WideGradients::collect(bool on) { state_->collecting = on; }
+void WideGradients::collect(bool on) {
+  if (on) {
+    for (const auto& entry : state_->entries) state_->watch(*entry);
+  }
+  state_->collecting = on;
+}
 
 at::Tensor WideGradients::gradient(const at::Tensor& parameter) const {
   const auto found = state_->of_parameter.find(parameter.unsafeGetTensorImpl());

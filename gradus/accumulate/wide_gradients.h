@@ -16,14 +16,15 @@ namespace gradus::accumulate {
 /// WindowOptions::fp32_gradients.
 class WideGradients {
  public:
-  /// @throws UserError on an undefined parameter.
+  /// @throws UserError on an undefined parameter, and on one that an optimizer steps inside
+  /// backward (BackwardSteps).
   explicit WideGradients(const std::vector<at::Tensor>& parameters);
   ~WideGradients();
   WideGradients(const WideGradients&) = delete;
   WideGradients& operator=(const WideGradients&) = delete;
 
   /// Turns collecting on or off; off at first. A sparse gradient met while it is on is a UserError
-  /// out of backward.
+  /// out of backward. Parameters that were thawed since are watched from the next collect(true) on.
   void collect(bool on);
   /// The fp32 sum of @p parameter, itself and no copy; undefined if it has none.
   at::Tensor gradient(const at::Tensor& parameter) const;

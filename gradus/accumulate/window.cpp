@@ -13,7 +13,10 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
+#include <gradus/accumulate/internal/accumulators.h>
 #include <gradus/accumulate/wide_gradients.h>
 #include <gradus/base/error.h>
 
@@ -21,6 +24,20 @@ namespace gradus::accumulate {
 namespace {
 
 bool positive(double value) { return std::isfinite(value) && value > 0.0; }
+
+bool sixteen_bits(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+// The value that `value` becomes as a tensor of a dtype.
+double rounded(double value, at::ScalarType type) {
+  const auto single = static_cast<float>(value);
+  if (type == at::kHalf) return static_cast<float>(c10::Half(single));
+  if (type == at::kBFloat16) return static_cast<float>(c10::BFloat16(single));
+  return value;
+}
+
+// The largest power of two <= value, and the smallest >= value.
+double power_below(double value) { return std::exp2(std::floor(std::log2(value))); }
+double power_above(double value) { return std::exp2(std::ceil(std::log2(value))); }
 
 bool weighs(Normalisation normalisation) {
   return normalisation == Normalisation::tokens || normalisation == Normalisation::examples;
@@ -96,12 +113,19 @@ class GradientWindow::State {
   bool spans_micro_batches() const {
     return options_.effective_batch.has_value() || options_.micro_batches > 1;
   }
+  // Both under the registry's mutex.
   OpenWindow open() const {
     return {.micro_batches = options_.effective_batch ? 0 : options_.micro_batches,
-            .held = count(),
-            .in_last_backward = in_last_backward_,
-            .remaining_factor = in_last_backward_ ? last_factor_ : 1.0};
+            .held = published_.held,
+            .in_last_backward = published_.pass.last,
+            .remaining_factor = published_.pass.factor};
   }
+  std::optional<WindowPass> pass() const {
+    if (!published_.unfinished) return std::nullopt;
+    return published_.pass;
+  }
+  at::Tensor wide_gradient(const at::Tensor& parameter) const;
+  void scale_gradients(double factor);
 
  private:
   void check_options() const;
@@ -109,19 +133,33 @@ class GradientWindow::State {
   void check_cleared() const;
   std::optional<std::int64_t> examples_of(double weight, const MicroBatch& micro_batch) const;
   void choose_reference(double weight, std::optional<std::int64_t> examples);
+  void adapt_reference(at::ScalarType loss, double weight);
+  internal::Obstacles obstacles() const;
+  // Exchanges between processes: seeds must be the same in all of them.
+  bool alone() const {
+    const WindowHooks& hooks = options_.hooks;
+    return !hooks.before_backward && !hooks.reduce && !hooks.sum_weights;
+  }
+  // What a loss counts for in the normalisation.
+  double share(double weight) const { return weighs(options_.normalisation) ? weight : 1.0; }
+  double total_share() const {
+    return weighs(options_.normalisation) ? total_weight() : static_cast<double>(count());
+  }
   double seed_for(double weight) const;
+  void publish(WindowPass pass = {});
+  void remember_written();
   at::Tensor seed_of(const at::Tensor& loss, double weight);
   double total_weight() const { return std::accumulate(weights_.begin(), weights_.end(), 0.0); }
-  double remaining_factor(std::int64_t count, double weight) const;
+  double remaining_factor(double share) const;
   double loss_scale() const;
   std::vector<at::Tensor> gradients() const;
+  std::vector<at::Tensor> written() const;
   void start_next();
 
   std::vector<at::Tensor> parameters_;
   WindowOptions options_;
   std::unique_ptr<WideGradients> wide_;
-  double reference_ = 1.0;  // What weights are divided by as they come.
-  bool expected_ = false;   // ... which is the total weight that is expected.
+  double reference_ = 1.0;  // What shares are divided by as they come.
   std::optional<double> stated_;
   // Detached; read back only in finish(), so that no micro-batch waits for a device.
   std::vector<at::Tensor> losses_, scales_;
@@ -131,8 +169,15 @@ class GradientWindow::State {
   bool closed_ = false;  // The caller announced the last micro-batch.
   bool exchanged_ = false;
   bool broken_ = false;
-  bool in_last_backward_ = false;
-  double last_factor_ = 1.0;
+  // Of each parameter's .grad, as finish() left it.
+  std::vector<std::uint32_t> written_versions_;
+  // What other threads may see.
+  struct Published {
+    std::int64_t held = 0;
+    bool unfinished = false;
+    WindowPass pass{};
+  } published_;
+  std::optional<internal::Accumulator> accumulator_;
 };
 
 namespace {
@@ -162,6 +207,7 @@ GradientWindow::State::State(std::vector<at::Tensor> parameters, const WindowOpt
   GRADUS_CHECK("window", !parameters_.empty(), "there must be at least one parameter; got none");
   check_options();
   if (options.fp32_gradients) wide_ = std::make_unique<WideGradients>(parameters_);
+  accumulator_.emplace("window", parameters_, obstacles());
   start_next();
   const std::lock_guard lock(registry().mutex);
   for (const void* parameter : seen) registry().windows.emplace(parameter, this);
@@ -170,6 +216,30 @@ GradientWindow::State::State(std::vector<at::Tensor> parameters, const WindowOpt
 GradientWindow::State::~State() {
   const std::lock_guard lock(registry().mutex);
   std::erase_if(registry().windows, [&](const auto& entry) { return entry.second == this; });
+}
+
+internal::Obstacles GradientWindow::State::obstacles() const {
+  internal::Obstacles obstacles;
+  if (options_.skip_non_finite) {
+    obstacles.always = "skip_non_finite looks at all gradients of a GradientWindow before the step";
+  } else if (options_.scale_loss) {
+    obstacles.always =
+        "scale_loss, for a scaler that looks at all gradients of a GradientWindow before the step. "
+        "Put a constant factor into the loss and into InBackwardOptions::loss_scale";
+  } else if (options_.hooks.reduce || options_.hooks.sum_weights) {
+    obstacles.always =
+        "hooks.reduce and hooks.sum_weights of a GradientWindow act after its last backward pass";
+  } else if (spans_micro_batches()) {
+    obstacles.if_each_pass_steps =
+        "a GradientWindow of several micro-batches, each of which would step. Set "
+        "InBackwardOptions::accumulation (without clip_norm), or step after backward";
+  }
+  return obstacles;
+}
+
+void GradientWindow::State::publish(WindowPass pass) {
+  const std::lock_guard lock(registry().mutex);
+  published_ = {.held = count(), .unfinished = broken_ || count() > 0, .pass = pass};
 }
 
 void GradientWindow::State::check_options() const {
@@ -268,12 +338,15 @@ bool GradientWindow::State::fills(std::optional<std::int64_t> examples) const {
 // fp16 gradients over its range. A power of two, so that no bit of a gradient depends on it. Over
 // several processes it has to be the same everywhere, which only 1 is without asking.
 void GradientWindow::State::choose_reference(double weight, std::optional<std::int64_t> examples) {
-  expected_ = stated_.has_value();
+  if (!weighs(options_.normalisation)) {
+    reference_ = options_.normalisation == Normalisation::mean
+                     ? static_cast<double>(options_.micro_batches)
+                     : 1.0;
+    return;
+  }
   reference_ = stated_.value_or(1.0);
-  const WindowHooks& hooks = options_.hooks;
-  if (expected_ || hooks.before_backward || hooks.reduce || hooks.sum_weights) return;
+  if (stated_ || !alone()) return;
   if (options_.effective_batch && options_.normalisation == Normalisation::examples) {
-    expected_ = true;
     reference_ = static_cast<double>(*options_.effective_batch);
     return;
   }
@@ -281,14 +354,54 @@ void GradientWindow::State::choose_reference(double weight, std::optional<std::i
       options_.effective_batch
           ? weight * static_cast<double>(*options_.effective_batch) / static_cast<double>(*examples)
           : weight * static_cast<double>(options_.micro_batches);
-  if (positive(total)) reference_ = std::exp2(std::ceil(std::log2(total)));
+  if (positive(total)) reference_ = power_above(total);
+}
+
+// Makes the coming loss's seed one that neither rounds nor carries gradients over their range:
+//
+// - A loss of 16 bits rounds its seed: it gets a power of two.
+// - Seeds beyond 1, and in fp16 sums of them, come of weights that the first one did not announce.
+//
+// What the window holds is then brought to the new reference, one pass over the gradients.
+void GradientWindow::State::adapt_reference(at::ScalarType loss, double weight) {
+  if (options_.normalisation == Normalisation::sum) return;
+  const double own = share(weight);
+  const double seed = own / reference_;
+  // A share under 2^-22 of the whole is about the least that fp16 holds, whatever is done.
+  const bool rounds = sixteen_bits(loss) && rounded(seed, loss) != seed &&
+                      (loss != at::kHalf || seed >= std::exp2(-22.0));
+  if (options_.normalisation == Normalisation::mean) {
+    // The same in all processes, and in all micro-batches if the first one asked for it.
+    if (!rounds) return;
+    if (count() == 0) {
+      reference_ = power_above(reference_);
+      return;
+    }
+  }
+  GRADUS_CHECK("window", alone() || !rounds, "a ", loss, " loss would round its weight, ", weight,
+               " of ", reference_,
+               ", and with hooks no other can be taken, since all processes take the same. Compute "
+               "the loss in float32");
+  if (!alone()) return;
+  const double total = total_share() + own;
+  const auto fp16 = [](const at::Tensor& parameter) {
+    return parameter.scalar_type() == at::kHalf;
+  };
+  const bool overflows =
+      seed > 1.0 || (total > reference_ && std::ranges::any_of(parameters_, fp16));
+  if (!rounds && !overflows) return;
+  const double least = std::max(total, reference_);
+  const double next = rounds ? own / power_below(own / least) : power_above(least);
+  if (!positive(next)) return;
+  const double factor = reference_ / next;
+  reference_ = next;
+  if (count() == 0) return;
+  const at::NoGradGuard no_grad;
+  multiply(gradients(), factor);
 }
 
 double GradientWindow::State::seed_for(double weight) const {
-  if (weighs(options_.normalisation)) return weight / reference_;
-  if (options_.normalisation == Normalisation::mean)
-    return 1.0 / static_cast<double>(options_.micro_batches);
-  return 1.0;
+  return options_.normalisation == Normalisation::sum ? 1.0 : share(weight) / reference_;
 }
 
 // As backward's seed the factor costs one scalar; multiplying the loss would add a node to the
@@ -309,12 +422,10 @@ at::Tensor GradientWindow::State::seed_of(const at::Tensor& loss, double weight)
   return (scales_.back() * seed_for(weight)).to(loss.options());
 }
 
-// What gradients must still be multiplied by once the window holds `count` losses of `weight`.
-double GradientWindow::State::remaining_factor(std::int64_t count, double weight) const {
-  if (options_.normalisation == Normalisation::mean)
-    return static_cast<double>(options_.micro_batches) / static_cast<double>(count);
-  if (!weighs(options_.normalisation)) return 1.0;
-  const double factor = reference_ / weight;
+// What gradients must still be multiplied by once the window holds losses of `share` in all.
+double GradientWindow::State::remaining_factor(double share) const {
+  if (options_.normalisation == Normalisation::sum) return 1.0;
+  const double factor = reference_ / share;
   // Weights are counts in practice; the allowance is for sums of fractions.
   return std::abs(factor - 1.0) <= 1e-12 ? 1.0 : factor;
 }
@@ -326,7 +437,9 @@ void GradientWindow::State::backward(const at::Tensor& loss, double weight,
   if (count() == 0) {
     if (wide_) wide_->clear();
     choose_reference(weight, examples);
+    written_versions_.clear();
   }
+  adapt_reference(loss.scalar_type(), weight);
   const bool last = micro_batch.last || fills(examples);
   const bool exchange = last && !options_.fp32_gradients;
   at::Tensor seed, value;
@@ -336,18 +449,19 @@ void GradientWindow::State::backward(const at::Tensor& loss, double weight,
     value = loss.detach().clone();
   }
   broken_ = true;
+  publish();
   if (options_.hooks.before_backward) options_.hooks.before_backward(exchange);
-  last_factor_ = last ? remaining_factor(count() + 1, total_weight() + weight) : 1.0;
-  in_last_backward_ = last;
   if (wide_) wide_->collect(true);
+  publish({.running = true,
+           .last = last,
+           .factor = last ? remaining_factor(total_share() + share(weight)) : 1.0});
   try {
     loss.backward(seed);
   } catch (...) {
-    in_last_backward_ = false;
+    publish();
     if (wide_) wide_->collect(false);
     throw;
   }
-  in_last_backward_ = false;
   if (wide_) wide_->collect(false);
   broken_ = false;
   losses_.push_back(std::move(value));
@@ -356,6 +470,7 @@ void GradientWindow::State::backward(const at::Tensor& loss, double weight,
   examples_known_ = examples_known_ && examples.has_value();
   closed_ = micro_batch.last;
   exchanged_ = exchange && options_.hooks.before_backward != nullptr;
+  publish();
 }
 
 double GradientWindow::State::loss_scale() const {
@@ -378,6 +493,54 @@ std::vector<at::Tensor> GradientWindow::State::gradients() const {
     all.push_back(wide.defined() ? wide : parameter.grad());
   }
   return all;
+}
+
+std::vector<at::Tensor> GradientWindow::State::written() const {
+  std::vector<at::Tensor> all;
+  all.reserve(parameters_.size());
+  for (const at::Tensor& parameter : parameters_) all.push_back(parameter.grad());
+  return all;
+}
+
+void GradientWindow::State::remember_written() {
+  if (!wide_) return;
+  written_versions_.clear();
+  for (const at::Tensor& gradient : written())
+    written_versions_.push_back(gradient.defined() && !gradient.is_inference()
+                                    ? static_cast<std::uint32_t>(gradient._version())
+                                    : 0);
+}
+
+at::Tensor GradientWindow::State::wide_gradient(const at::Tensor& parameter) const {
+  const auto wide = wide_->gradient(parameter);
+  if (!wide.defined() || written_versions_.empty()) return wide;
+  const auto found = std::ranges::find_if(
+      parameters_, [&](const at::Tensor& known) { return known.is_same(parameter); });
+  const at::Tensor gradient = parameter.grad();
+  if (found == parameters_.end() || !gradient.defined() || gradient.is_inference()) return wide;
+  const auto index = static_cast<std::size_t>(found - parameters_.begin());
+  GRADUS_CHECK("window",
+               static_cast<std::uint32_t>(gradient._version()) == written_versions_[index],
+               "gradients must not be changed in place between finish() and wide_gradient(), which "
+               "would not follow; .grad of parameter ",
+               index,
+               " was. To clip or unscale both: "
+               "scale_gradients(clip_coefficient(gradient_norm(parameters), max_norm))");
+  return wide;
+}
+
+void GradientWindow::State::scale_gradients(double factor) {
+  GRADUS_CHECK("window", count() == 0 && !broken_,
+               "gradients are scaled after finish(), before the next window begins; it holds ",
+               count(), " micro-batches");
+  GRADUS_CHECK("window", std::isfinite(factor), "factor must be finite; got ", factor);
+  const at::NoGradGuard no_grad;
+  multiply(gradients(), factor);
+  for (const at::Tensor& parameter : parameters_) {
+    const at::Tensor wide = wide_ ? wide_->gradient(parameter) : at::Tensor();
+    if (wide.defined() && parameter.grad().defined()) parameter.mutable_grad().copy_(wide);
+  }
+  remember_written();
 }
 
 WindowResult GradientWindow::State::finish() {
@@ -415,14 +578,16 @@ WindowResult GradientWindow::State::finish() {
     weight = hooks.sum_weights(result.weight);
     GRADUS_CHECK("window", positive(weight), "sum_weights must return a total > 0; got ", weight);
   }
-  const double factor = remaining_factor(result.micro_batches, weight);
+  const double factor = remaining_factor(weighted ? weight : total_share());
   if (factor != 1.0) multiply(accumulated, factor);
-  result.skipped = options_.skip_non_finite && !all_finite(accumulated);
+  if (wide_) wide_->write();
+  result.skipped =
+      options_.skip_non_finite && (!all_finite(accumulated) || (wide_ && !all_finite(written())));
   if (result.skipped) {
     reset();
     return result;
   }
-  if (wide_) wide_->write();
+  remember_written();
   start_next();
   return result;
 }
@@ -454,6 +619,7 @@ void GradientWindow::State::start_next() {
   exchanged_ = false;
   broken_ = false;
   stated_ = options_.total_weight;
+  publish();
 }
 
 GradientWindow::GradientWindow(std::vector<at::Tensor> parameters, const WindowOptions& options)
@@ -482,8 +648,10 @@ at::Tensor GradientWindow::wide_gradient(const at::Tensor& parameter) const {
   GRADUS_CHECK("window", state_->wide() != nullptr,
                "wide gradients exist with WindowOptions::fp32_gradients only");
   GRADUS_CHECK("window", parameter.defined(), "parameter must be a defined tensor");
-  return state_->wide()->gradient(parameter);
+  return state_->wide_gradient(parameter);
 }
+
+void GradientWindow::scale_gradients(double factor) { state_->scale_gradients(factor); }
 
 std::string GradientWindow::describe() const {
   const WindowOptions& options = state_->options();
@@ -520,6 +688,22 @@ std::optional<OpenWindow> open_window(const std::vector<at::Tensor>& parameters)
     }
   }
   return std::nullopt;
+}
+
+std::optional<WindowPass> window_pass(const std::vector<at::Tensor>& parameters) {
+  Registry& known = registry();
+  const std::lock_guard lock(known.mutex);
+  std::optional<WindowPass> unfinished;
+  for (const at::Tensor& parameter : parameters) {
+    const auto [begin, end] = known.windows.equal_range(parameter.unsafeGetTensorImpl());
+    for (auto it = begin; it != end; ++it) {
+      const auto pass = static_cast<const GradientWindow::State*>(it->second)->pass();
+      if (!pass) continue;
+      if (pass->running) return pass;
+      unfinished = pass;
+    }
+  }
+  return unfinished;
 }
 
 std::vector<std::int64_t> split_batch(std::int64_t effective_batch, std::int64_t micro_batch) {

@@ -53,8 +53,9 @@ struct WindowOptions {
   std::function<at::Tensor(const at::Tensor&)> scale_loss{};
   /// Sums up the gradients of bf16 and fp16 parameters in fp32, see WideGradients.
   bool fp32_gradients = false;
-  /// finish() drops the gradients of a window with a value that is not finite, and says so. Not
-  /// with scale_loss, whose scaler has to see them.
+  /// finish() drops the gradients of a window with a value that is not finite, be it only in .grad
+  /// because an fp32 sum is beyond fp16, and says so. Not with scale_loss, whose scaler has to see
+  /// them.
   bool skip_non_finite = false;
   WindowHooks hooks{};
 };
@@ -98,6 +99,17 @@ struct OpenWindow {
 /// backward. Thread-safe.
 std::optional<OpenWindow> open_window(const std::vector<at::Tensor>& parameters);
 
+/// Where a window stands, for an optimizer that steps inside backward.
+struct WindowPass {
+  bool running = false;  ///< In a backward pass of the window; else it holds earlier ones.
+  bool last = false;     ///< That pass ends the window.
+  double factor = 1.0;   ///< With last: what finish() would multiply gradients by.
+};
+
+/// That of the window over any of @p parameters, of however many micro-batches, whose backward pass
+/// is running; else of one that is not finished; else nothing. Thread-safe.
+std::optional<WindowPass> window_pass(const std::vector<at::Tensor>& parameters);
+
 /// Cuts @p effective_batch examples into the fewest micro-batches of at most @p micro_batch, whose
 /// sizes differ by at most one: 32 by 6 gives 6, 6, 5, 5, 5, 5.
 /// @throws UserError if either is < 1.
@@ -124,7 +136,9 @@ class GradientWindow {
  public:
   /// @param parameters  Those whose gradients finish() may have to divide; repeats count once.
   /// Others that a loss reaches accumulate too, but are never divided: give all of them.
-  /// @throws UserError on an undefined parameter or an option out of its range.
+  /// @throws UserError on an undefined parameter, an option out of its range, and one that cannot
+  /// work with an optimizer that steps a parameter inside backward (BackwardSteps): fp32_gradients,
+  /// skip_non_finite, scale_loss, hooks.reduce, hooks.sum_weights.
   GradientWindow(std::vector<at::Tensor> parameters, const WindowOptions& options);
   ~GradientWindow();
   GradientWindow(GradientWindow&&) noexcept;
@@ -137,7 +151,8 @@ class GradientWindow {
   /// @param loss    Scalar of a floating dtype: the mean over the micro-batch's @p weight tokens.
   /// @param weight  Tokens (or examples) behind @p loss: finite, > 0. With mean and sum it is only
   /// counted.
-  /// @throws UserError, with nothing run: full window, bad loss or weight, more examples than the
+  /// @throws UserError, with nothing run: full window, bad loss or weight, a 16-bit loss that would
+  ///         round its weight where hooks forbid another one, more examples than the
   ///         effective batch has left, or a parameter that still has a gradient when the window
   ///         begins (clear it with zero_grad(true); a gradient of zeros is refused too). If
   ///         backward itself throws, the window is broken: some parameters may hold part of a
@@ -159,8 +174,15 @@ class GradientWindow {
   /// The fp32 gradient of @p parameter that the last finish() left (its .grad is that, rounded to
   /// the parameter's dtype), for master weights. Until the next window begins; undefined if there
   /// is none.
-  /// @throws UserError without fp32_gradients.
+  ///
+  /// Clipping and unscaling change .grad and not this: use scale_gradients(), which changes both.
+  /// @throws UserError without fp32_gradients, and if .grad was changed in place since finish().
   at::Tensor wide_gradient(const at::Tensor& parameter) const;
+
+  /// Multiplies the gradients that the last finish() left by @p factor: .grad and wide_gradient()
+  /// alike. Clips to a norm: `window.scale_gradients(clip_coefficient(gradient_norm(p), norm))`.
+  /// @throws UserError within a window, and if @p factor is not finite.
+  void scale_gradients(double factor);
 
   /// States the total weight of the window about to begin in place of options.total_weight; for
   /// that window only. If the weights add up to something else, finish() divides by what was really
@@ -178,6 +200,7 @@ class GradientWindow {
 
  private:
   friend std::optional<OpenWindow> open_window(const std::vector<at::Tensor>& parameters);
+  friend std::optional<WindowPass> window_pass(const std::vector<at::Tensor>& parameters);
   class State;
   std::unique_ptr<State> state_;
 };

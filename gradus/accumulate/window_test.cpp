@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <stdexcept>
 
@@ -12,6 +13,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <gradus/accumulate/backward_steps.h>
 #include <gradus/base/error.h>
 #include <gradus/plane/grad/grad_plane.h>
 
@@ -610,6 +612,202 @@ TEST(GradientWindowTest, OpenWindowTellsOptimizersWhenTheyMayStep) {
     EXPECT_TRUE(open_window({w}));
   }
   EXPECT_FALSE(open_window({w}));
+}
+
+TEST(GradientWindowTest, WeightsThatGrowDoNotCarryFp16GradientsOverTheirRange) {
+  struct Case {
+    std::vector<double> weights;
+    std::optional<double> total = std::nullopt;
+  };
+  for (const Case& c : {Case{{1, 1e5}}, Case{{1e5, 1}}, Case{{1, 1, 1e5, 1e7}}, Case{{1e8, 1}},
+                        Case{{1, 1e5}, 2.0}}) {
+    SCOPED_TRACE(testing::PrintToString(c.weights));
+    auto w = torch::ones({1}, at::kHalf).requires_grad_();
+    GradientWindow window({w}, {.micro_batches = static_cast<std::int64_t>(c.weights.size()),
+                                .total_weight = c.total});
+    for (const double weight : c.weights) window.backward((w * 4).sum(), weight);
+    window.finish();
+    EXPECT_NEAR(w.grad().item<double>(), 4.0, 0.004);
+  }
+  // Each seed is in range, their sum would not be.
+  auto w = torch::ones({1}, at::kHalf).requires_grad_();
+  GradientWindow window({w}, {.micro_batches = 4});
+  for (const double weight : {16, 64, 64, 64}) window.backward((w * 3e4).sum(), weight);
+  window.finish();
+  EXPECT_NEAR(w.grad().item<double>(), 3e4, 32);
+}
+
+TEST(GradientWindowTest, WeightsThatGrowLeaveTheResultOfFloat32BitForBit) {
+  const auto train = [](std::optional<double> total) {
+    auto w = torch::ones({8}).requires_grad_();
+    GradientWindow window({w}, {.micro_batches = 3, .total_weight = total});
+    torch::manual_seed(1);
+    for (const double weight : {3, 70, 1000})
+      window.backward((w * torch::randn({8})).sum(), weight);
+    window.finish();
+    return w.grad();
+  };
+  EXPECT_TRUE(torch::equal(train({}), train(2048.0)));
+}
+
+TEST(GradientWindowTest, LossesOf16BitsDoNotRoundTheirWeights) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    SCOPED_TRACE(dtype);
+    const auto gradient = [&](const WindowOptions& options, const std::vector<double>& weights,
+                              const std::vector<double>& slopes) {
+      const auto w = leaf();
+      GradientWindow window({w}, options);
+      for (std::size_t i = 0; i < weights.size(); ++i)
+        window.backward((w * slopes[i]).to(dtype), weights[i]);
+      window.finish();
+      return w.grad().item<double>();
+    };
+    EXPECT_DOUBLE_EQ(
+        gradient({.micro_batches = 3, .normalisation = Normalisation::mean}, {1, 1, 1}, {5, 5, 5}),
+        5.0);
+    EXPECT_DOUBLE_EQ(
+        gradient({.micro_batches = 3, .normalisation = Normalisation::mean}, {1, 1}, {4, 6}), 5.0);
+    EXPECT_DOUBLE_EQ(gradient({.micro_batches = 2}, {4099, 5003}, {1, 2}),
+                     (4099.0 + 2 * 5003.0) / (4099.0 + 5003.0));
+    EXPECT_DOUBLE_EQ(
+        gradient({.micro_batches = 3, .total_weight = 9102.0 + 9}, {4099, 5003, 9}, {1, 2, 7}),
+        (4099.0 + 2 * 5003.0 + 63) / 9111.0);
+    EXPECT_DOUBLE_EQ(
+        gradient({.normalisation = Normalisation::examples, .effective_batch = 7}, {3, 4}, {1, 2}),
+        11.0 / 7);
+  }
+}
+
+TEST(GradientWindowTest, LossesOf16BitsThatHooksForbidToWeighExactlyAreRefused) {
+  const auto w = leaf();
+  GradientWindow window(
+      {w}, {.micro_batches = 2, .hooks = {.reduce = [](const std::vector<at::Tensor>&) {}}});
+  EXPECT_THAT(message_of([&] { window.backward(w.to(at::kBFloat16), 4099); }),
+              HasSubstr("a BFloat16 loss would round its weight, 4099 of 1"));
+  EXPECT_TRUE(window.empty());
+  window.backward(w.to(at::kBFloat16), 4096);
+  window.backward(w.to(at::kFloat), 4099);
+  window.finish();
+  // mean needs no other weight than all processes can take.
+  w.mutable_grad().reset();
+  GradientWindow mean({w}, {.micro_batches = 3,
+                            .normalisation = Normalisation::mean,
+                            .hooks = {.reduce = [](const std::vector<at::Tensor>&) {}}});
+  for (int i = 0; i < 3; ++i) mean.backward((w * 5).to(at::kBFloat16));
+  mean.finish();
+  EXPECT_DOUBLE_EQ(w.grad().item<double>(), 5.0);
+}
+
+TEST(GradientWindowTest, ScaledGradientsAreScaledInBothWidths) {
+  auto narrow = torch::ones({2}, at::kBFloat16).requires_grad_();
+  auto wide = torch::ones({2}).requires_grad_();
+  GradientWindow window({narrow, wide},
+                        {.normalisation = Normalisation::mean, .fp32_gradients = true});
+  const auto run = [&] {
+    narrow.mutable_grad().reset();
+    wide.mutable_grad().reset();
+    window.backward((narrow * 3).sum().to(at::kFloat) + (wide * 4).sum());
+    EXPECT_THAT(message_of([&] { window.scale_gradients(0.5); }), HasSubstr("after finish()"));
+    window.finish();
+  };
+  run();
+  window.scale_gradients(0.5);
+  EXPECT_EQ(narrow.grad()[0].item<double>(), 1.5);
+  EXPECT_EQ(window.wide_gradient(narrow)[0].item<double>(), 1.5);
+  EXPECT_EQ(wide.grad()[0].item<double>(), 2.0);
+  // Clipped by other hands, .grad is no longer what the sum would be.
+  narrow.grad().mul_(0.5);
+  EXPECT_THAT(message_of([&] { window.wide_gradient(narrow); }),
+              HasSubstr(".grad of parameter 0 was. To clip or unscale both"));
+  run();
+  EXPECT_EQ(window.wide_gradient(narrow)[0].item<double>(), 3.0);
+}
+
+TEST(GradientWindowTest, WhatNeedsGradientsAfterBackwardRefusesAnOptimizerThatStepsThere) {
+  const auto w = torch::ones({1}, torch::requires_grad());
+  struct Case {
+    WindowOptions options;
+    const char* text;
+  };
+  const std::vector<Case> cases{
+      {{.fp32_gradients = true}, "fp32_gradients"},
+      {{.skip_non_finite = true}, "skip_non_finite"},
+      {{.scale_loss = [](const at::Tensor& t) { return t; }}, "scale_loss"},
+      {{.hooks = {.reduce = [](const std::vector<at::Tensor>&) {}}}, "hooks.reduce"},
+      {{.hooks = {.sum_weights = [](double weight) { return weight; }}}, "sum_weights"}};
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.text);
+    for (const bool accumulates : {false, true}) {
+      {
+        const BackwardSteps steps({w}, accumulates);
+        EXPECT_THAT(message_of([&] { const GradientWindow window({w}, c.options); }),
+                    HasSubstr(c.text));
+      }
+      const GradientWindow window({w}, c.options);
+      EXPECT_THAT(message_of([&] { const BackwardSteps steps({w}, accumulates); }),
+                  HasSubstr(c.text));
+    }
+    const BackwardSteps nothing_left({w}, true);
+  }
+  const WindowOptions several{.micro_batches = 2};
+  {
+    const BackwardSteps steps({w}, false);
+    EXPECT_THAT(message_of([&] { const GradientWindow window({w}, several); }),
+                HasSubstr("several micro-batches, each of which would step"));
+    const GradientWindow one({w}, {});
+  }
+  const GradientWindow window({w}, several);
+  EXPECT_THAT(message_of([&] { const BackwardSteps steps({w}, false); }),
+              HasSubstr("several micro-batches, each of which would step"));
+  const BackwardSteps steps({w}, true);
+}
+
+TEST(GradientWindowTest, WindowPassTellsTheFactorOfTheRunningPass) {
+  const auto w = leaf();
+  GradientWindow window({w}, {.micro_batches = 3, .normalisation = Normalisation::mean});
+  EXPECT_FALSE(window_pass({w}));
+  std::vector<WindowPass> seen;
+  const auto hook = plane::grad::on_accumulated(
+      w, [&](const at::Tensor& leaf) { seen.push_back(window_pass({leaf}).value()); });
+  window.backward(w * 2);
+  ASSERT_TRUE(window_pass({w}));
+  EXPECT_FALSE(window_pass({w})->running);
+  EXPECT_FALSE(window_pass({leaf()}));
+  window.backward(w * 2, 1.0, {.last = true});
+  ASSERT_EQ(seen.size(), 2);
+  EXPECT_TRUE(seen[0].running && !seen[0].last);
+  EXPECT_TRUE(seen[1].running && seen[1].last);
+  EXPECT_EQ(seen[1].factor, 1.5);
+  EXPECT_EQ(seen[0].factor, 1.0);
+  window.finish();
+  EXPECT_FALSE(window_pass({w}));
+}
+
+TEST(WideGradientsTest, ParameterThatIsThawedLaterIsSummedUpInFp32Too) {
+  auto w = torch::zeros({1}, at::kBFloat16);
+  GradientWindow window(
+      {w}, {.micro_batches = 512, .normalisation = Normalisation::sum, .fp32_gradients = true});
+  w.set_requires_grad(true);
+  for (int i = 0; i < 512; ++i) window.backward(w.sum());
+  window.finish();
+  EXPECT_EQ(w.grad().item<double>(), 512.0) << "bf16 stops at 256";
+  EXPECT_EQ(window.wide_gradient(w).item<double>(), 512.0);
+}
+
+TEST(WideGradientsTest, SumBeyondFp16IsSkippedAndNotWrittenAsInfinity) {
+  auto w = torch::zeros({1}, at::kHalf).requires_grad_();
+  GradientWindow window({w}, {.micro_batches = 2,
+                              .normalisation = Normalisation::sum,
+                              .fp32_gradients = true,
+                              .skip_non_finite = true});
+  for (const double slope : {4e4, 3e4}) {
+    for (int i = 0; i < 2; ++i) window.backward((w * slope).sum());
+    const auto result = window.finish();
+    EXPECT_EQ(result.skipped, slope > 32752);
+    EXPECT_EQ(w.grad().defined(), !result.skipped);
+    EXPECT_EQ(window.wide_gradient(w).defined(), !result.skipped);
+    if (w.grad().defined()) EXPECT_TRUE(at::isfinite(w.grad()).all().item<bool>());
+  }
 }
 
 TEST(WideGradientsTest, Fp32SumsKeepWhatBf16Loses) {

@@ -6,6 +6,7 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_addcdiv.h>
 #include <ATen/ops/_foreach_addcmul.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_foreach_maximum.h>
@@ -24,7 +25,8 @@ namespace {
 enum State { kStep, kMean, kSquare, kMaxSquare };
 
 struct Lists {
-  std::vector<at::Tensor> parameters, gradients, steps, means, squares, max_squares;
+  std::vector<at::Tensor> parameters = {}, gradients = {}, steps = {}, means = {}, squares = {},
+                          max_squares = {};
 };
 
 void update_fused(const ParameterGroup& group, const AdamWOptions& options, bool decoupled,
@@ -70,6 +72,29 @@ void update_foreach(const ParameterGroup& group, const AdamWOptions& options, bo
   at::_foreach_div_(roots, root_corrections);
   at::_foreach_add_(roots, options.eps);
   at::_foreach_addcdiv_(lists.parameters, lists.means, roots, step_sizes);
+}
+
+std::vector<at::Tensor> in_float32(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  for (const auto& tensor : tensors) result.push_back(tensor.to(at::kFloat));
+  return result;
+}
+
+// float16 in float32, as the fused kernels do it: eps and the squares of usual gradients are 0 in
+// float16, and 0 / 0 is NaN.
+void update_float16(const ParameterGroup& group, const AdamWOptions& options, bool decoupled,
+                    const Lists& lists) {
+  const Lists wide{.parameters = in_float32(lists.parameters),
+                   .gradients = in_float32(lists.gradients),
+                   .steps = lists.steps,
+                   .means = in_float32(lists.means),
+                   .squares = in_float32(lists.squares),
+                   .max_squares = in_float32(lists.max_squares)};
+  update_foreach(group, options, decoupled, wide);
+  at::_foreach_copy_(lists.parameters, wide.parameters);
+  at::_foreach_copy_(lists.means, wide.means);
+  at::_foreach_copy_(lists.squares, wide.squares);
+  if (options.amsgrad) at::_foreach_copy_(lists.max_squares, wide.max_squares);
 }
 
 }  // namespace
@@ -160,7 +185,12 @@ void AdamW::apply(const AdamWOptions& options, const ParameterGroup& group,
     if (own.amsgrad) lists.max_squares.push_back(slot->state[kMaxSquare]);
   }
   if (!fused.parameters.empty()) update_fused(group, own, decoupled, fused);
-  if (!foreach.parameters.empty()) update_foreach(group, own, decoupled, foreach);
+  if (foreach.parameters.empty()) return;
+  if (foreach.parameters[0].scalar_type() == at::kHalf) {
+    update_float16(group, own, decoupled, foreach);
+  } else {
+    update_foreach(group, own, decoupled, foreach);
+  }
 }
 
 void AdamW::update(const ParameterGroup& group, std::span<Slot* const> slots) {

@@ -86,5 +86,28 @@ TEST(AdamWTest, OptionsOutOfRangeAreRefused) {
   EXPECT_THROW(AdamW({w}, {.lr = std::nan("")}), UserError);
 }
 
+// In float16, eps and the squares of small gradients are 0.
+TEST(AdamWTest, Float16ParameterWithGapsIsUpdatedAsOneWithout) {
+  torch::manual_seed(7);
+  auto base = torch::randn({4, 6}).to(at::kHalf);
+  auto gapped = base.slice(1, 0, 3).detach().requires_grad_();
+  auto dense = gapped.detach().clone().requires_grad_();
+  const auto beside = base.slice(1, 3, 6).clone();
+  AdamW on_gapped({gapped}, {.lr = 0.1, .amsgrad = true});
+  AdamW on_dense({dense}, {.lr = 0.1, .amsgrad = true});
+  for (int step = 0; step < 3; ++step) {
+    const auto gradient = (torch::randn({4, 3}) * (step == 0 ? 1e-5 : 1e-2)).to(at::kHalf);
+    gapped.mutable_grad() = gradient.clone();
+    dense.mutable_grad() = gradient.clone();
+    on_gapped.step();
+    on_dense.step();
+    EXPECT_TRUE(torch::isfinite(gapped).all().item<bool>());
+    EXPECT_TRUE(
+        at::allclose(gapped.detach().to(at::kFloat), dense.detach().to(at::kFloat), 2e-3, 2e-3))
+        << step << gapped << dense;
+  }
+  EXPECT_TRUE(torch::equal(base.slice(1, 3, 6), beside));
+}
+
 }  // namespace
 }  // namespace gradus::optim

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <unordered_set>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
@@ -19,7 +21,9 @@
 namespace gradus::optim {
 namespace {
 
-std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+enum class Use : std::uint8_t { read, write };
+
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters, Use use) {
   std::vector<at::Tensor> gradients;
   std::unordered_set<const void*> seen;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -31,6 +35,11 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
     if (!gradient.defined() || !seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
     GRADUS_CHECK("clip", gradient.layout() == at::kStrided, "gradient of parameter ", i,
                  " must be dense; got layout ", gradient.layout());
+    GRADUS_CHECK("clip",
+                 use == Use::read || at::has_internal_overlap(gradient) != at::MemOverlap::Yes,
+                 "gradient of parameter ", i,
+                 " must not overlap itself in memory to be written in place; got strides ",
+                 gradient.strides(), ". Set .grad to its contiguous()");
     if (gradient.numel() > 0) gradients.push_back(gradient);
   }
   return gradients;
@@ -49,7 +58,7 @@ void check_max_norm(double max_norm) {
 double gradient_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
   GRADUS_CHECK("clip", norm_type > 0.0, "norm_type must be > 0 or infinity; got ", norm_type);
   const at::NoGradGuard no_grad;
-  const auto gradients = gradients_of(parameters);
+  const auto gradients = gradients_of(parameters, Use::read);
   std::vector<at::Tensor> norms;
   // _foreach_norm has one dtype for its results: runs of equal dtype and device go together.
   for (std::size_t begin = 0, end = 0; begin < gradients.size(); begin = end) {
@@ -87,7 +96,7 @@ double clip_coefficient(double norm, double max_norm) {
 void scale_gradients(const std::vector<at::Tensor>& parameters, double factor) {
   if (factor == 1.0) return;
   const at::NoGradGuard no_grad;
-  const auto gradients = gradients_of(parameters);
+  const auto gradients = gradients_of(parameters, Use::write);
   if (!gradients.empty()) at::_foreach_mul_(gradients, at::Scalar(factor));
 }
 
@@ -108,7 +117,7 @@ void clip_gradient_value(const std::vector<at::Tensor>& parameters, double max_v
   GRADUS_CHECK("clip", std::isfinite(max_value) && max_value >= 0.0,
                "max_value must be finite and >= 0; got ", max_value);
   const at::NoGradGuard no_grad;
-  const auto gradients = gradients_of(parameters);
+  const auto gradients = gradients_of(parameters, Use::write);
   if (gradients.empty()) return;
   at::_foreach_clamp_min_(gradients, at::Scalar(-max_value));
   at::_foreach_clamp_max_(gradients, at::Scalar(max_value));

@@ -29,7 +29,8 @@ std::vector<double> gradient_norm_by_group(const Optimizer& optimizer, double no
 /// for a NaN norm.
 double clip_coefficient(double norm, double max_norm);
 
-/// Multiplies every gradient by @p factor in place; nothing to do for 1.
+/// Multiplies every gradient by @p factor in place; nothing to do for 1. @throws UserError on a
+/// gradient that overlaps itself in memory (an expanded one), with nothing scaled.
 void scale_gradients(const std::vector<at::Tensor>& parameters, double factor);
 
 /// Scales the gradients so that their common norm is at most @p max_norm, as
@@ -39,12 +40,12 @@ void scale_gradients(const std::vector<at::Tensor>& parameters, double factor);
 /// @return The norm before clipping. If it is NaN every gradient becomes NaN; if it is infinite the
 /// finite ones
 ///         become 0 and the infinite ones NaN: check the result, or ask for error_if_nonfinite.
-/// @throws UserError as gradient_norm does, and on a max_norm out of its range.
+/// @throws UserError as gradient_norm and scale_gradients do, and on a max_norm out of its range.
 double clip_gradient_norm(const std::vector<at::Tensor>& parameters, double max_norm,
                           const ClipNormOptions& options = {});
 
 /// Limits every element of every gradient to [-max_value, max_value] in place; NaN stays NaN.
-/// @throws UserError unless max_value is finite and >= 0.
+/// @throws UserError unless max_value is finite and >= 0, and as scale_gradients does.
 void clip_gradient_value(const std::vector<at::Tensor>& parameters, double max_value);
 
 }  // namespace gradus::optim

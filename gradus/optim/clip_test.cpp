@@ -3,11 +3,14 @@
 #include <cmath>
 #include <limits>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
 #include <gradus/optim/sgd.h>
+
+#include <tests/support/message_of.h>
 
 namespace gradus::optim {
 namespace {
@@ -132,6 +135,20 @@ TEST(ClipTest, NormsOfGroupsMakeUpTheWhole) {
   EXPECT_EQ(gradient_norm_by_group(optimizer), (std::vector<double>{5.0, 12.0}));
   EXPECT_EQ(gradient_norm({a, b, c}), 13.0);
   EXPECT_EQ(gradient_norm_by_group(optimizer, 1.0), (std::vector<double>{7.0, 12.0}));
+}
+
+TEST(ClipTest, GradientThatOverlapsItselfIsMeasuredButNotScaled) {
+  auto a = parameter_with(torch::ones({4}));
+  auto b = torch::ones({3, 4}).requires_grad_();
+  b.mutable_grad() = torch::ones({1, 4}).expand({3, 4});
+  EXPECT_NEAR(gradient_norm({a, b}), 4.0, 1e-6);
+  const auto message = "gradient of parameter 1 must not overlap itself in memory";
+  EXPECT_THAT(tests::message_of([&] { clip_gradient_norm({a, b}, 1.0); }),
+              testing::HasSubstr(message));
+  EXPECT_THAT(tests::message_of([&] { clip_gradient_value({a, b}, 0.5); }),
+              testing::HasSubstr(message));
+  EXPECT_TRUE(torch::equal(a.grad(), torch::ones({4})));
+  EXPECT_NEAR(clip_gradient_norm({a, b}, 8.0), 4.0, 1e-6);  // nothing to scale
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -19,6 +20,8 @@ using internal::BlockState;
 using internal::kBlock;
 using internal::SgdScalars;
 
+constexpr bool kRowMajor = true;
+
 bool is_quantised(const at::Tensor& parameter, std::int64_t min_values) {
   return parameter.numel() >= min_values;
 }
@@ -28,7 +31,7 @@ struct Moment {
   at::Tensor values = {}, absmax = {};
 };
 
-// A parameter, its gradient and its moments as vectors in the order of memory.
+// A parameter, its gradient and its moments as row-major vectors.
 struct Flat {
   at::Tensor parameter = {}, gradient = {};
   std::vector<Moment> moments = {};
@@ -36,23 +39,21 @@ struct Flat {
 
 at::Tensor flat(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
 
-// Work on vectors; a parameter with gaps is copied out and back.
+// Work on vectors; a parameter that is not row-major is copied out and back: blocks are of
+// neighbours by index, so that a state fits the parameter in every layout.
 template <typename Slot, typename Work>
 void with_flat(const Slot& slot, std::size_t first_moment, std::size_t moments, bool quantised,
                Work work) {
   const auto& parameter = slot.parameter;
-  const bool dense = parameter.is_non_overlapping_and_dense();
-  const auto whole = dense ? parameter : parameter.contiguous();
-  Flat vectors{
-      .parameter = flat(whole),
-      .gradient = flat(dense ? gradient_laid_out_as(parameter) : parameter.grad().contiguous())};
+  const auto whole = parameter.contiguous();
+  Flat vectors{.parameter = flat(whole), .gradient = flat(parameter.grad().contiguous())};
   for (std::size_t i = 0; i < moments; ++i) {
     const std::size_t place = first_moment + i * (quantised ? 2 : 1);
     vectors.moments.push_back({.values = flat(slot.state[place]),
                                .absmax = quantised ? slot.state[place + 1] : at::Tensor()});
   }
   work(vectors);
-  if (!dense) parameter.copy_(whole);
+  if (!whole.is_same(parameter)) parameter.copy_(whole);
 }
 
 // Blocks that one thread takes at a time.
@@ -126,6 +127,8 @@ void update_by_operations(const Flat& vectors, const Scalars& scalars) {
                     scalars));
     for (std::size_t i = 0; i < parts.size(); ++i) {
       if (parts[i].absmax.defined()) {
+        // As in the loops: an infinite scale would make the whole block NaN.
+        if (i == 1) moments[i].clamp_max_(std::numeric_limits<float>::max());
         internal::quantise_by_operations(moments[i], i == 0, parts[i].values, parts[i].absmax);
       } else {
         parts[i].values.copy_(moments[i]);
@@ -178,19 +181,25 @@ void update_flat(const Flat& vectors, const Scalars& scalars) {
       return update(float{});
     case at::kHalf:
       return update(c10::Half{});
-    default:  // check_parameters let nothing else in
+    default:  // check_parameter let nothing else in
       return update(c10::BFloat16{});
   }
+}
+
+void check_parameter(const std::string& component, const std::string& name,
+                     const at::Tensor& parameter) {
+  const auto dtype = parameter.scalar_type();
+  GRADUS_CHECK(component, dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+               "parameter '", name,
+               "' must be float32, float16 or bfloat16: 8-bit state is computed in float32; got ",
+               dtype);
 }
 
 void check_parameters(const std::string& component, const ParameterGroup& group) {
   for (std::size_t i = 0; i < group.parameters.size(); ++i) {
     if (!group.parameters[i].defined()) continue;  // the base says so
-    const auto dtype = group.parameters[i].scalar_type();
-    GRADUS_CHECK(component, dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                 "parameter '", i < group.names.size() ? group.names[i] : std::to_string(i),
-                 "' must be float32, float16 or bfloat16: 8-bit state is computed in float32; got ",
-                 dtype);
+    check_parameter(component, i < group.names.size() ? group.names[i] : std::to_string(i),
+                    group.parameters[i]);
   }
 }
 
@@ -234,15 +243,19 @@ std::vector<Optimizer::StateSpec> Adam8bit::state_specs(const at::Tensor& parame
   const auto sizes = parameter.sizes().vec();
   if (!is_quantised(parameter, options_.min_values)) {
     return {{"step", {}, at::kFloat},
-            {"exp_avg", sizes, at::kFloat},
-            {"exp_avg_sq", sizes, at::kFloat}};
+            {"exp_avg", sizes, at::kFloat, kRowMajor},
+            {"exp_avg_sq", sizes, at::kFloat, kRowMajor}};
   }
   const std::int64_t blocks = internal::block_count(parameter.numel());
   return {{"step", {}, at::kFloat},
-          {"exp_avg", sizes, at::kByte},
+          {"exp_avg", sizes, at::kByte, kRowMajor},
           {"exp_avg_absmax", {blocks}, at::kFloat},
-          {"exp_avg_sq", sizes, at::kByte},
+          {"exp_avg_sq", sizes, at::kByte, kRowMajor},
           {"exp_avg_sq_absmax", {blocks}, at::kFloat}};
+}
+
+void Adam8bit::check_slot(const Slot& slot) const {
+  check_parameter(component(), slot.name, slot.parameter);
 }
 
 void Adam8bit::update(const ParameterGroup& group, std::span<Slot* const> slots) {
@@ -310,9 +323,13 @@ std::vector<NamedOption> SGD8bit::options_of(const ParameterGroup& group) const 
 std::vector<Optimizer::StateSpec> SGD8bit::state_specs(const at::Tensor& parameter) const {
   const auto sizes = parameter.sizes().vec();
   if (!is_quantised(parameter, options_.min_values))
-    return {{"momentum_buffer", sizes, at::kFloat}};
-  return {{"momentum_buffer", sizes, at::kByte},
+    return {{"momentum_buffer", sizes, at::kFloat, kRowMajor}};
+  return {{"momentum_buffer", sizes, at::kByte, kRowMajor},
           {"momentum_buffer_absmax", {internal::block_count(parameter.numel())}, at::kFloat}};
+}
+
+void SGD8bit::check_slot(const Slot& slot) const {
+  check_parameter(component(), slot.name, slot.parameter);
 }
 
 void SGD8bit::update(const ParameterGroup& group, std::span<Slot* const> slots) {

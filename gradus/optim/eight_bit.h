@@ -31,8 +31,10 @@ struct Adam8bitOptions {
 /// State of a parameter of n >= min_values values: step (float32 scalar), exp_avg and exp_avg_sq
 /// (uint8, its shape: places in the ascending map), exp_avg_absmax and exp_avg_sq_absmax (float32
 /// [ceil(n / 256)]): 2 + 1/32 bytes a value, 0.254 of Adam's in float32. Of a smaller one as AdamW,
-/// in float32. Parameters are float32, float16 or bfloat16. amsgrad, for which there is no 8-bit
-/// form, is not offered. Options of a group: beta1, beta2, eps.
+/// in float32. Blocks and state are row-major, so that they fit the parameter in every layout; one
+/// that is not contiguous is copied for its update. Parameters are float32, float16 or bfloat16.
+/// amsgrad, for which there is no 8-bit form, is not offered. Options of a group: beta1, beta2,
+/// eps.
 class Adam8bit final : public Optimizer {
  public:
   /// One group with the options' lr and weight_decay. @throws UserError on an option out of its
@@ -47,6 +49,7 @@ class Adam8bit final : public Optimizer {
   std::vector<StateSpec> state_specs(const at::Tensor& parameter) const override;
   void update(const ParameterGroup& group, std::span<Slot* const> slots) override;
   void check_group(const ParameterGroup& group) const override;
+  void check_slot(const Slot& slot) const override;
   std::vector<NamedOption> options_of(const ParameterGroup& group) const override;
 
   Adam8bitOptions options_;
@@ -84,6 +87,7 @@ class SGD8bit final : public Optimizer {
   std::vector<StateSpec> state_specs(const at::Tensor& parameter) const override;
   void update(const ParameterGroup& group, std::span<Slot* const> slots) override;
   void check_group(const ParameterGroup& group) const override;
+  void check_slot(const Slot& slot) const override;
   std::vector<NamedOption> options_of(const ParameterGroup& group) const override;
 
   SGD8bitOptions options_;

@@ -525,5 +525,32 @@ TEST(EightBitTest, WhatCannotBeDoneIsRefusedByName) {
               HasSubstr("nesterov needs dampening 0"));
 }
 
+// torch's fused Adam has (rest2 * g) * g: a number up to 5.8e20. Beyond, the root is infinite and
+// the parameter stays, here and there.
+TEST(EightBitTest, HugeGradientsLeaveParameterAndStateFinite) {
+  for (const std::int64_t min_values : {0, 4096}) {
+    for (const double huge : {1e19, 3e19, 5e20, 1e25, 1e38}) {
+      SCOPED_TRACE(testing::Message() << min_values << " " << huge);
+      auto w = torch::ones({300}, torch::requires_grad());
+      auto reference = torch::ones({300}, torch::requires_grad());
+      Adam8bit optimizer({w}, {.lr = 0.1, .weight_decay = 0.0, .min_values = min_values});
+      AdamW full({reference}, {.lr = 0.1, .weight_decay = 0.0, .fused = true});
+      for (int step = 0; step < 3; ++step) {
+        auto gradient = torch::ones({300});
+        if (step == 0) gradient[7] = huge;
+        w.mutable_grad() = gradient.clone();
+        reference.mutable_grad() = gradient.clone();
+        optimizer.step();
+        full.step();
+        ASSERT_TRUE(torch::isfinite(reference).all().item<bool>());
+        EXPECT_TRUE(torch::isfinite(w).all().item<bool>());
+        if (step == 0) {
+          EXPECT_TRUE(at::allclose(w.detach(), reference.detach(), 1e-5, 1e-5));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace gradus::optim

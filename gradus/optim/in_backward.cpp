@@ -11,6 +11,8 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 
+#include <gradus/accumulate/backward_steps.h>
+#include <gradus/accumulate/window.h>
 #include <gradus/base/error.h>
 #include <gradus/optim/clip.h>
 #include <gradus/optim/internal/in_backward_registry.h>
@@ -82,6 +84,8 @@ struct OptimizerInBackward::Impl {
   std::int64_t fired_count = 0;
   std::vector<plane::grad::Hook> hooks;
   std::size_t registered = 0;
+  std::vector<at::Tensor> parameters;  // of the optimizer
+  std::optional<accumulate::BackwardSteps> declared;
 
   Impl(Optimizer& optimizer, const InBackwardOptions& options)
       : optimizer(optimizer), options(options) {}
@@ -118,7 +122,20 @@ struct OptimizerInBackward::Impl {
     leaf.mutable_grad().reset();
   }
 
-  void fire(std::size_t index, const at::Tensor& leaf) {
+  // What the window multiplies gradients by, if its last backward pass is running; nothing if the
+  // gradient has to wait.
+  std::optional<double> window_factor(std::size_t index, const at::Tensor& leaf) const {
+    const auto pass = accumulate::window_pass({leaf});
+    if (mode == Mode::hold) return pass && pass->last ? std::optional(pass->factor) : std::nullopt;
+    GRADUS_CHECK(kComponent, !pass || pass->last, "parameter '", name_of(index),
+                 "' must step in the last backward pass of its GradientWindow; got a step before. "
+                 "The window knows its last pass: leave begin_last_pass() out, give "
+                 "MicroBatch{.last = true} to end a window early, and run no backward pass but the "
+                 "window's before finish()");
+    return pass ? pass->factor : 1.0;
+  }
+
+  void fire(std::size_t index, const at::Tensor& leaf, double factor) {
     GRADUS_CHECK(
         kComponent, !fired[index], "parameter '", name_of(index),
         "' must get one gradient a step; got another after it was updated. Call step() after each "
@@ -127,6 +144,7 @@ struct OptimizerInBackward::Impl {
         "backward");
     auto& slot = optimizer.slots_[index];
     optimizer.check_gradient(slot);
+    if (factor != 1.0) leaf.mutable_grad().mul_(factor);
     prepare(index, leaf.grad());
     optimizer.update_all({&slot});
     leaf.mutable_grad().reset();
@@ -139,9 +157,8 @@ struct OptimizerInBackward::Impl {
     const std::lock_guard lock(mutex);
     switch (mode) {
       case Mode::hold:
-        return;
       case Mode::fire:
-        fire(index, leaf);
+        if (const auto factor = window_factor(index, leaf)) fire(index, leaf, *factor);
         return;
       case Mode::measure:
         measure(index, leaf);
@@ -190,6 +207,7 @@ struct OptimizerInBackward::Impl {
 
   void release() {
     hooks.clear();
+    declared.reset();
     for (std::size_t i = 0; i < registered; ++i) {
       internal::unregister_in_backward(optimizer.slots_[i].parameter);
     }
@@ -212,6 +230,8 @@ OptimizerInBackward::OptimizerInBackward(Optimizer& optimizer, const InBackwardO
   }
   impl_ = std::make_unique<Impl>(optimizer, options);
   impl_->begin_step();
+  for (const auto& slot : optimizer.slots_) impl_->parameters.push_back(slot.parameter);
+  impl_->declared.emplace(impl_->parameters, options.accumulation);
   try {
     for (std::size_t i = 0; i < optimizer.slots_.size(); ++i) {
       const auto& slot = optimizer.slots_[i];
@@ -272,6 +292,10 @@ void OptimizerInBackward::begin_last_pass() {
 InBackwardResult OptimizerInBackward::step() {
   const at::NoGradGuard no_grad;
   auto& optimizer = impl_->optimizer;
+  GRADUS_CHECK(kComponent, !accumulate::window_pass(impl_->parameters),
+               "step() must come after finish(), or reset(), of the GradientWindow over the "
+               "parameters, which has still to normalise gradients of parameters that did not step "
+               "in its last backward pass");
   const auto left = optimizer.slots_with_gradient();
   GRADUS_CHECK(kComponent, left.empty() || !impl_->options.clip_norm, "parameter '",
                left.empty() ? std::string() : left.front()->name,

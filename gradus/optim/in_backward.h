@@ -12,7 +12,8 @@ namespace gradus::optim {
 
 struct InBackwardOptions {
   /// Gradients accumulate over several backward passes: none steps until begin_last_pass() says
-  /// that the next one is the last. Not with clip_norm.
+  /// that the next one is the last, or a pass of an accumulate::GradientWindow over the parameters
+  /// is. That window's factor is applied then. Not with clip_norm.
   bool accumulation = false;
   /// Limits each element of each gradient, as clip_gradient_value. Finite, >= 0.
   std::optional<double> clip_value = std::nullopt;
@@ -58,8 +59,9 @@ struct InBackwardResult {
 class OptimizerInBackward {
  public:
   /// @throws UserError on options that do not fit together or are out of range, on a parameter that
-  /// still has a gradient, on one that another OptimizerInBackward steps, and on an
-  /// optimizer whose NonFinitePolicy is skip.
+  /// still has a gradient, on one that another OptimizerInBackward steps, on an optimizer whose
+  /// NonFinitePolicy is skip, and on a parameter of a living accumulate::GradientWindow or
+  /// LocalSteps that cannot work with it, see accumulate::BackwardSteps.
   explicit OptimizerInBackward(Optimizer& optimizer, const InBackwardOptions& options = {});
   ~OptimizerInBackward();
   OptimizerInBackward(const OptimizerInBackward&) = delete;
@@ -72,13 +74,15 @@ class OptimizerInBackward {
   /// that is not finite.
   void backward(const at::Tensor& loss);
 
-  /// The next backward pass is the last one of the window, and steps. @throws UserError without
-  /// accumulation.
+  /// The next backward pass is the last one of the window, and steps. Not needed with an
+  /// accumulate::GradientWindow, which knows. @throws UserError without accumulation.
   void begin_last_pass();
 
   /// Ends the step: updates parameters that have a gradient and did not step in backward (unused in
   /// the last pass of a window, or no pass was declared the last), frees those gradients, and lets
-  /// the parameters step again.
+  /// the parameters step again. After finish() of a window.
+  /// @throws UserError, with nothing changed, if a GradientWindow over the parameters is
+  /// unfinished.
   InBackwardResult step();
 
   /// Drops all gradients and begins a new step, after a backward pass that threw.

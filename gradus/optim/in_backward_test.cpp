@@ -5,12 +5,14 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <gradus/accumulate/local_steps.h>
 #include <gradus/accumulate/window.h>
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
@@ -406,6 +408,128 @@ TEST(InBackwardTest, AccumulationWindowAnnouncesItsLastPass) {
     EXPECT_EQ(in_backward.step().in_backward, 2);
   }
   expect_equal(plain, fused);
+}
+
+// The parameter after a window whose optimizer steps in backward, or after it.
+struct WindowRun {
+  accumulate::WindowOptions options{};
+  std::vector<std::pair<double, double>> losses{};  // slope and weight
+  bool announced = true;                            // that the last one is
+};
+
+double stepped(const WindowRun& run, bool in_backward, bool window_first, bool two_parameters) {
+  const auto w = torch::zeros({}, at::kDouble).requires_grad_();
+  const auto rare = torch::zeros({}, at::kDouble).requires_grad_();  // not in the last pass
+  SGD optimizer({w, rare}, {.lr = 1.0});
+  std::optional<accumulate::GradientWindow> window;
+  std::optional<OptimizerInBackward> wrapper;
+  if (window_first) window.emplace(std::vector<at::Tensor>{w, rare}, run.options);
+  if (in_backward) wrapper.emplace(optimizer, InBackwardOptions{.accumulation = true});
+  if (!window_first) window.emplace(std::vector<at::Tensor>{w, rare}, run.options);
+  for (int round = 0; round < 2; ++round) {
+    for (std::size_t i = 0; i < run.losses.size(); ++i) {
+      const bool last = i + 1 == run.losses.size();
+      const auto [slope, weight] = run.losses[i];
+      auto loss = w * slope;
+      if (two_parameters && !last) loss = loss + rare * slope;
+      window->backward(loss, weight, {.last = last && run.announced});
+    }
+    if (in_backward) {
+      EXPECT_THAT(message_of([&] { wrapper->step(); }), HasSubstr("must come after finish()"));
+    }
+    window->finish();
+    if (in_backward) {
+      EXPECT_EQ(wrapper->step().updated, two_parameters ? 2 : 1);
+    } else {
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+  return w.item<double>() + 1000 * rare.item<double>();
+}
+
+TEST(InBackwardTest, WindowsOfEveryNormalisationStepAsAfterBackward) {
+  using accumulate::Normalisation;
+  const std::vector<WindowRun> runs{
+      {{.micro_batches = 2, .normalisation = Normalisation::mean}, {{2, 1}, {6, 1}}},
+      {{.micro_batches = 2, .normalisation = Normalisation::sum}, {{2, 1}, {6, 1}}},
+      // A window of one, of two that hold four: partial, announced and not.
+      {{.micro_batches = 2, .normalisation = Normalisation::mean}, {{5, 1}}},
+      {{.micro_batches = 2, .normalisation = Normalisation::mean}, {{5, 1}}, false},
+      {{.micro_batches = 4, .normalisation = Normalisation::mean}, {{5, 1}, {3, 1}}, false},
+      {{.micro_batches = 2}, {{1, 4}, {5, 1}}},
+      {{.micro_batches = 3}, {{1, 4}, {5, 1}}, false},
+      {{.micro_batches = 1}, {{5, 3}}},
+      {{.micro_batches = 2, .total_weight = 5.0}, {{1, 4}, {5, 1}}},
+      {{.micro_batches = 2, .total_weight = 7.0}, {{1, 4}, {5, 1}}},
+      {{.micro_batches = 3}, {{1, 1}, {5, 1000}, {2, 7}}},
+      {{.normalisation = Normalisation::examples, .effective_batch = 5}, {{1, 4}, {5, 1}}},
+      {{.normalisation = Normalisation::examples, .effective_batch = 9}, {{1, 4}, {5, 1}}, false}};
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    for (const bool window_first : {false, true}) {
+      for (const bool two : {false, true}) {
+        if (two && runs[i].losses.size() == 1) continue;
+        SCOPED_TRACE(testing::Message() << "run " << i << " two parameters " << two);
+        EXPECT_DOUBLE_EQ(stepped(runs[i], true, window_first, two),
+                         stepped(runs[i], false, window_first, two));
+      }
+    }
+  }
+  // Token losses of slope 1 (four) and 5 (one): 9 / 5 a round.
+  EXPECT_DOUBLE_EQ(stepped(runs[5], true, true, false), -2 * 1.8);
+  EXPECT_DOUBLE_EQ(stepped(runs[2], true, true, false), -2 * 5.0);
+}
+
+TEST(InBackwardTest, WindowsThatNeedGradientsAfterBackwardAreRefusedByNameBeforeTraining) {
+  using accumulate::GradientWindow;
+  const auto w = torch::ones({1}, torch::requires_grad());
+  SGD optimizer({w}, {.lr = 1.0});
+  {
+    const GradientWindow window({w}, {.micro_batches = 2});
+    for (const InBackwardOptions& options : {InBackwardOptions{}, {.clip_norm = 1.0}}) {
+      EXPECT_THAT(message_of([&] { const OptimizerInBackward wrapper(optimizer, options); }),
+                  HasSubstr("several micro-batches, each of which would step"));
+    }
+    EXPECT_FALSE(optimizer.steps_in_backward());
+    EXPECT_FALSE(steps_in_backward(w));
+  }
+  {
+    const OptimizerInBackward wrapper(optimizer);
+    EXPECT_THAT(message_of([&] { const GradientWindow window({w}, {.micro_batches = 2}); }),
+                HasSubstr("several micro-batches, each of which would step"));
+    EXPECT_THAT(message_of([&] {
+                  const accumulate::LocalSteps steps({w}, {.steps = 2, .learning_rate = 0.1});
+                }),
+                HasSubstr("LocalSteps sums up gradients after backward"));
+  }
+  const OptimizerInBackward wrapper(optimizer, {.accumulation = true});
+  EXPECT_THAT(message_of([&] { const GradientWindow window({w}, {.fp32_gradients = true}); }),
+              HasSubstr("fp32_gradients"));
+  EXPECT_THAT(message_of([&] { const GradientWindow window({w}, {.skip_non_finite = true}); }),
+              HasSubstr("skip_non_finite"));
+}
+
+TEST(InBackwardTest, StepThatTheWindowDoesNotExpectIsRefusedWithNothingUpdated) {
+  const auto w = torch::zeros({}, at::kDouble).requires_grad_();
+  SGD optimizer({w}, {.lr = 1.0});
+  OptimizerInBackward wrapper(optimizer, {.accumulation = true});
+  accumulate::GradientWindow window({w}, {.micro_batches = 3});
+  const std::string refusal = "must step in the last backward pass of its GradientWindow";
+  window.backward(w * 5);
+  wrapper.begin_last_pass();
+  EXPECT_THAT(message_of([&] { window.backward(w * 5); }), HasSubstr(refusal));
+  window.reset();
+  wrapper.reset();
+  window.backward(w * 5);
+  wrapper.begin_last_pass();
+  EXPECT_THAT(message_of([&] { (w * 5).backward(); }), HasSubstr(refusal)) << "outside the window";
+  EXPECT_EQ(w.item<double>(), 0.0);
+  window.reset();
+  wrapper.reset();
+  window.backward(w * 5, 1.0, {.last = true});
+  window.finish();
+  EXPECT_EQ(wrapper.step().in_backward, 1);
+  EXPECT_EQ(w.item<double>(), -5.0);
 }
 
 // A block of two matrices, the second of which is updated before the gradient of the first is made.

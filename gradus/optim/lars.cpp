@@ -77,11 +77,10 @@ void Lars::update_run(const ParameterGroup& group, const LarsOptions& own,
   auto updates = at::_foreach_add(work.gradients, work.parameters, at::Scalar(group.weight_decay));
   if (own.adapt) {
     const auto weights = internal::norms_of(work.parameters);
-    const auto denominators =
-        internal::norms_of(work.gradients) + weights * group.weight_decay + own.eps;
-    const auto gradients_exist = internal::norms_of(work.gradients).gt(0);
+    const auto gradients = internal::norms_of(work.gradients);
+    const auto denominators = gradients + weights * group.weight_decay + own.eps;
     const auto rates = at::where(
-        gradients_exist, internal::ratio_or_one(weights * own.trust_coefficient, denominators),
+        gradients.gt(0), internal::ratio_or_one(weights * own.trust_coefficient, denominators),
         at::ones_like(weights));
     at::_foreach_mul_(updates, rates.unbind());
   }

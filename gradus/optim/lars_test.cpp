@@ -114,5 +114,23 @@ TEST(LarsTest, OptionsOutOfRangeAreRefused) {
                UserError);
 }
 
+TEST(LarsTest, ScaleOfAFloat32GradientDoesNotMatterWhereItsSquareIsNoNumber) {
+  torch::manual_seed(24);
+  const auto value = torch::randn({8, 3});
+  const auto gradient = torch::randn({8, 3});
+  const auto stepped = [&](double weight_scale, double scale) {
+    auto w = (value * weight_scale).requires_grad_();
+    w.mutable_grad() = gradient * scale;
+    Lars({w}, {.lr = 100.0}).step();
+    return at::Tensor(w.detach() / weight_scale);
+  };
+  const auto expected = stepped(1.0, 1.0);
+  EXPECT_GT((expected - value).abs().max().item<float>(), 0.01F);
+  for (const double scale : {1e-38, 1e-25, 1e-20, 1e20, 1e30}) {
+    EXPECT_TRUE(at::allclose(stepped(1.0, scale), expected, 1e-5, 1e-6)) << scale;
+  }
+  EXPECT_TRUE(at::allclose(stepped(1e-25, 1.0), expected, 1e-5, 1e-6));
+}
+
 }  // namespace
 }  // namespace gradus::optim

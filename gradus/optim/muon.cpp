@@ -172,6 +172,8 @@ void MuonWithAdamW::check_group(const ParameterGroup& group) const {
   }
 }
 
+bool MuonWithAdamW::fixes_state(const std::string& option) const { return option == "use_muon"; }
+
 std::vector<NamedOption> MuonWithAdamW::options_of(const ParameterGroup& group) const {
   auto result = use_muon(group) ? Muon::named_options(options_.muon, group)
                                 : AdamW::named_options(options_.adamw, group);

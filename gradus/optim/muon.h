@@ -95,6 +95,7 @@ class MuonWithAdamW final : public Optimizer {
   void update(const ParameterGroup& group, std::span<Slot* const> slots) override;
   void check_slot(const Slot& slot) const override;
   void check_group(const ParameterGroup& group) const override;
+  bool fixes_state(const std::string& option) const override;
   std::vector<NamedOption> options_of(const ParameterGroup& group) const override;
 
   MuonWithAdamWOptions options_;

@@ -259,5 +259,24 @@ TEST(MuonWithAdamWTest, GroupsThatDoNotFitTheirRuleAreRefused) {
   EXPECT_EQ(refused({{"use_muon", 0.0}, {"beta2", 0.5}}, {2}), "no UserError");
 }
 
+TEST(MuonWithAdamWTest, GroupStaysWithTheRuleItWasConstructedWith) {
+  auto w = torch::ones({4, 4}, torch::requires_grad());
+  auto v = torch::ones({4, 4}, torch::requires_grad());
+  MuonWithAdamW optimizer({{.parameters = {w}, .options = {{"use_muon", 1.0}}},
+                           {.parameters = {v}, .options = {{"use_muon", 0.0}}}});
+  w.mutable_grad() = torch::ones({4, 4});
+  v.mutable_grad() = torch::ones({4, 4});
+  optimizer.step();
+  for (const double value : {0.0, 1.0}) {
+    const auto group = value == 0.0 ? 0 : 1;
+    EXPECT_THAT(tests::message_of([&] { optimizer.set_option(group, "use_muon", value); }),
+                testing::HasSubstr("'use_muon' of group " + std::to_string(group) +
+                                   " must stay as it was constructed"));
+  }
+  optimizer.set_option(0, "use_muon", 1.0);
+  EXPECT_EQ(optimizer.step().updated, 2);
+  EXPECT_EQ(optimizer.state().size(), 4);
+}
+
 }  // namespace
 }  // namespace gradus::optim

@@ -10,7 +10,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 
 #include <gradus/base/error.h>
 #include <gradus/optim/internal/non_finite.h>
@@ -35,6 +34,30 @@ void check_parameter(const std::string& component, const std::string& name,
   GRADUS_CHECK(component, !parameter.is_inference(), "parameter '", name,
                "' must not be an inference tensor: those have no version to bump; make it outside "
                "InferenceMode");
+}
+
+constexpr const char* kChangedCure =
+    ". The parameter changed (set_data, Module::to) after its first step: convert the model first, "
+    "then construct the optimizer, or drop the state by load_state({})";
+
+// The strides of a state tensor beside the parameter as it is now.
+std::vector<std::int64_t> state_strides(const at::Tensor& parameter,
+                                        const std::vector<std::int64_t>& sizes, bool row_major) {
+  if (!row_major && at::IntArrayRef(sizes) == parameter.sizes() &&
+      parameter.is_non_overlapping_and_dense()) {
+    return parameter.strides().vec();
+  }
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t i = sizes.size(); i-- > 1;) {
+    strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
+  }
+  return strides;
+}
+
+// True where torch.optim has the narrower dtype: the state of 16-bit parameters in 16 bits.
+bool widens(at::ScalarType from, at::ScalarType to) {
+  return at::isFloatingType(from) && at::isFloatingType(to) &&
+         c10::elementSize(from) < c10::elementSize(to);
 }
 
 }  // namespace
@@ -119,6 +142,13 @@ void Optimizer::set_option(std::size_t group, const std::string& name, double va
     changed.weight_decay = value;
   } else {
     changed.options[name] = value;
+    const auto old = groups_[group].options.find(name);
+    GRADUS_CHECK(
+        component_,
+        !fixes_state(name) || (old != groups_[group].options.end() && old->second == value), "'",
+        name, "' of group ", group,
+        " must stay as it was constructed, because it decides which state there is; got ", value,
+        ". Construct the optimizer anew, or add_group the parameters to one");
   }
   check_options(changed);
   check_group(changed);
@@ -161,6 +191,9 @@ void Optimizer::check_gradient(const Slot& slot) const {
   GRADUS_CHECK(component_, gradient.layout() == at::kStrided, "gradient of parameter '", slot.name,
                "' must be dense; got layout ", gradient.layout(),
                ". Build the embedding with sparse(false), or make the gradient dense first");
+  GRADUS_CHECK(component_, gradient.sizes() == slot.parameter.sizes(), "gradient of parameter '",
+               slot.name, "' must have the parameter's shape ", slot.parameter.sizes(), "; got ",
+               gradient.sizes());
   GRADUS_CHECK(component_, gradient.scalar_type() == slot.parameter.scalar_type(),
                "gradient of parameter '", slot.name, "' must have the parameter's dtype ",
                slot.parameter.scalar_type(), "; got ", gradient.scalar_type());
@@ -168,6 +201,39 @@ void Optimizer::check_gradient(const Slot& slot) const {
                slot.name, "' must be on the parameter's device ", slot.parameter.device(), "; got ",
                gradient.device());
   check_slot(slot);
+  check_state(slot);
+}
+
+void Optimizer::check_state(const Slot& slot) const {
+  if (slot.state.empty()) return;
+  const auto specs = slot_state_specs(slot);
+  GRADUS_CHECK(component_, specs.size() == slot.state.size(), "state of parameter '", slot.name,
+               "' must be ", specs.size(), " tensors for shape ", slot.parameter.sizes(),
+               " of the parameter; got ", slot.state.size(), kChangedCure);
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    const auto& [name, sizes, dtype, row_major] = specs[i];
+    const auto& state = slot.state[i];
+    GRADUS_CHECK(component_, state.sizes() == at::IntArrayRef(sizes), "state '", slot.name, ".",
+                 name, "' must have shape ", at::IntArrayRef(sizes), " for shape ",
+                 slot.parameter.sizes(), " of the parameter; got ", state.sizes(), kChangedCure);
+    GRADUS_CHECK(component_, state.scalar_type() == dtype, "state '", slot.name, ".", name,
+                 "' must have dtype ", dtype, " for dtype ", slot.parameter.scalar_type(),
+                 " of the parameter; got ", state.scalar_type(), kChangedCure);
+    GRADUS_CHECK(component_, state.device() == slot.parameter.device(), "state '", slot.name, ".",
+                 name, "' must be on device ", slot.parameter.device(), " of the parameter; got ",
+                 state.device(), kChangedCure);
+  }
+}
+
+void Optimizer::lay_state_out(Slot& slot) const {
+  const auto specs = slot_state_specs(slot);
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    auto& state = slot.state[i];
+    const auto strides = state_strides(slot.parameter, specs[i].sizes, specs[i].row_major);
+    if (state.strides() == at::IntArrayRef(strides)) continue;
+    // The tensor stays the same one for those who hold it.
+    state.set_data(at::empty_strided(state.sizes(), strides, state.options()).copy_(state));
+  }
 }
 
 std::vector<Optimizer::Slot*> Optimizer::slots_with_gradient() {
@@ -185,12 +251,9 @@ void Optimizer::create_state(Slot& slot) {
   std::vector<at::Tensor> state;
   for (const auto& spec : slot_state_specs(slot)) {
     const auto options = at::TensorOptions().dtype(spec.dtype).device(parameter.device());
-    // The fused kernels walk parameter and state side by side in memory, so equal shapes need equal
-    // strides.
-    state.push_back(at::IntArrayRef(spec.sizes) == parameter.sizes() &&
-                            parameter.is_non_overlapping_and_dense()
-                        ? at::empty_strided(parameter.sizes(), parameter.strides(), options).zero_()
-                        : at::zeros(spec.sizes, options));
+    state.push_back(
+        at::empty_strided(spec.sizes, state_strides(parameter, spec.sizes, spec.row_major), options)
+            .zero_());
   }
   slot.state = std::move(state);
 }
@@ -234,7 +297,11 @@ StepResult Optimizer::update_all(const std::vector<Slot*>& ready) {
   }
   // All memory is taken before anything is written, so that running out of it changes no parameter.
   for (Slot* slot : ready) {
-    if (slot->state.empty()) create_state(*slot);
+    if (slot->state.empty()) {
+      create_state(*slot);
+    } else {
+      lay_state_out(*slot);
+    }
   }
   for (const auto& [key, bucket] : buckets) {
     update(groups_[std::get<0>(key)], bucket);
@@ -280,6 +347,7 @@ std::vector<NamedState> Optimizer::state() const {
   for (const auto& slot : slots_) {
     if (slot.state.empty()) continue;
     const auto specs = slot_state_specs(slot);
+    check_state(slot);
     for (std::size_t i = 0; i < specs.size(); ++i) {
       result.push_back({base::join(slot.name, '.', specs[i].name), slot.state[i]});
     }
@@ -319,8 +387,10 @@ void Optimizer::load_state(const std::vector<NamedState>& entries) {
       GRADUS_CHECK(component_, source.defined() && source.sizes() == at::IntArrayRef(spec.sizes),
                    "state '", name, "' must have shape ", at::IntArrayRef(spec.sizes), "; got ",
                    source.defined() ? base::join(source.sizes()) : "an undefined tensor");
-      GRADUS_CHECK(component_, source.scalar_type() == spec.dtype, "state '", name,
-                   "' must have dtype ", spec.dtype, "; got ", source.scalar_type());
+      GRADUS_CHECK(component_,
+                   source.scalar_type() == spec.dtype || widens(source.scalar_type(), spec.dtype),
+                   "state '", name, "' must have dtype ", spec.dtype, "; got ",
+                   source.scalar_type());
       loaded[s].push_back(source);
     }
     GRADUS_CHECK(component_, !present || !missing, "state of parameter '", slot.name,

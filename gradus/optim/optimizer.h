@@ -82,7 +82,11 @@ class Optimizer {
   /// that still needs the old value fails with LibTorch's "modified by an inplace operation"
   /// instead of using the new one. Parameters without a gradient are left alone and get no state.
   /// NaN and infinity pass through unless set_non_finite_policy says otherwise.
+  ///
+  /// A parameter may get other strides between steps (Module::to(memory_format)): its state
+  /// follows.
   /// @throws UserError before any write, naming the parameter: sparse gradient, or one of another
+  /// shape, dtype or device; state that no longer fits, because the parameter got another shape,
   /// dtype or device; and if an OptimizerInBackward holds this optimizer.
   StepResult step();
 
@@ -107,8 +111,8 @@ class Optimizer {
   void add_group(ParameterGroup group);
 
   /// Sets "lr", "weight_decay" or one of the group's options from the next step on.
-  /// @throws UserError, with nothing changed, on a name this optimizer does not take or a value out
-  /// of its range.
+  /// @throws UserError, with nothing changed, on a name this optimizer does not take, a value out
+  /// of its range, and another value of an option that decides which state there is.
   void set_option(std::size_t group, const std::string& name, double value);
 
   /// The names that set_option and ParameterGroup::options take.
@@ -127,11 +131,11 @@ class Optimizer {
 
   /// The state in order of parameters, then of torch.optim's names (step, exp_avg, ...,
   /// momentum_buffer). The tensors are the live ones: clone them to keep a moment. Empty until the
-  /// first step.
+  /// first step. @throws UserError where the parameter changed since, as step().
   std::vector<NamedState> state() const;
 
   /// Replaces the whole state by copies of @p entries; parameters that @p entries do not mention
-  /// lose theirs.
+  /// lose theirs. Narrower floats are cast, as torch.optim keeps the state of 16-bit parameters.
   /// @throws UserError, with nothing changed, on an unknown or repeated name, on another shape or
   /// dtype, and when
   ///         a parameter has some of its tensors but not all.
@@ -146,6 +150,9 @@ class Optimizer {
     std::string name;
     std::vector<std::int64_t> sizes;
     at::ScalarType dtype;
+    /// Row-major in memory whatever the parameter's strides; else of the parameter's own strides
+    /// where it has its shape, which is how the fused kernels walk the two side by side.
+    bool row_major = false;
   };
 
   /// One parameter with its state, which is empty until the parameter's first update.
@@ -167,6 +174,9 @@ class Optimizer {
   /// constructor; later groups and values are checked by the base.
   virtual void check_group(const ParameterGroup&) const {}
   void check_groups() const;
+
+  /// True for an option that decides which state a parameter has: set_option refuses to change it.
+  virtual bool fixes_state(const std::string& /*option*/) const { return false; }
 
   /// The group's own value of an option, or @p fallback.
   static double option_of(const ParameterGroup& group, const std::string& name, double fallback);
@@ -201,6 +211,8 @@ class Optimizer {
   void check_and_append(const ParameterGroup& group, std::vector<Slot>& slots) const;
   void check_options(const ParameterGroup& group) const;
   void check_gradient(const Slot& slot) const;
+  void check_state(const Slot& slot) const;
+  void lay_state_out(Slot& slot) const;
   std::vector<Slot*> slots_with_gradient();
   StepResult update_all(const std::vector<Slot*>& ready);
   void create_state(Slot& slot);

@@ -10,9 +10,11 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/optim/adafactor.h>
 #include <gradus/optim/adam_mini.h>
 #include <gradus/optim/adamw.h>
 #include <gradus/optim/came.h>
+#include <gradus/optim/eight_bit.h>
 #include <gradus/optim/lamb.h>
 #include <gradus/optim/lars.h>
 #include <gradus/optim/sgd.h>
@@ -38,8 +40,9 @@ std::vector<std::pair<std::string, Factory>> every_optimizer() {
                                      AdamWOptions{.lr = 0.5, .fused = fused});
     });
     result.emplace_back("sgd" + kernel, [fused](std::vector<at::Tensor> parameters) {
-      return std::make_unique<SGD>(std::move(parameters),
-                                   SGDOptions{.lr = 0.5, .momentum = 0.9, .fused = fused});
+      SGDOptions options{.lr = 0.5, .momentum = 0.9};
+      if (!fused) options.fused = false;  // true would refuse 16-bit parameters
+      return std::make_unique<SGD>(std::move(parameters), options);
     });
   }
   result.emplace_back("lamb", [](std::vector<at::Tensor> parameters) {
@@ -132,6 +135,139 @@ TEST(OptimizerTest, SparseGradientIsRefusedByNameBeforeAnythingIsWritten) {
     EXPECT_TRUE(torch::equal(dense.detach(), torch::ones({4})));
     EXPECT_TRUE(optimizer->state().empty());
   }
+}
+
+TEST(OptimizerTest, GradientOfAnotherShapeIsRefusedByNameBeforeAnythingIsWritten) {
+  for (const auto& [name, make] : every_optimizer()) {
+    for (const auto& shape : {std::vector<std::int64_t>{3}, {4}, {4, 3, 1}, {12}, {}}) {
+      SCOPED_TRACE(name);
+      auto first = torch::ones({4}, torch::requires_grad());
+      auto second = torch::ones({4, 3}, torch::requires_grad());
+      auto optimizer = make({first, second});
+      first.mutable_grad() = torch::ones({4});
+      second.mutable_grad() = torch::ones(shape);
+      EXPECT_THAT(message_of([&] { optimizer->step(); }),
+                  HasSubstr("gradient of parameter '1' must have the parameter's shape [4, 3]"));
+      EXPECT_TRUE(torch::equal(first.detach(), torch::ones({4})));
+      EXPECT_TRUE(optimizer->state().empty());
+    }
+  }
+}
+
+TEST(OptimizerTest, ParameterThatGotAnotherShapeOrDtypeNoLongerFitsItsStateAndIsRefusedByName) {
+  const std::vector<std::pair<std::string, Factory>> with_state{
+      {"adamw", [](auto p) { return std::make_unique<AdamW>(p, AdamWOptions{}); }},
+      {"sgd", [](auto p) { return std::make_unique<SGD>(p, SGDOptions{.momentum = 0.9}); }},
+      {"lamb", [](auto p) { return std::make_unique<Lamb>(p, LambOptions{}); }},
+      {"came", [](auto p) { return std::make_unique<Came>(p, CameOptions{}); }},
+      {"adafactor", [](auto p) { return std::make_unique<Adafactor>(p, AdafactorOptions{}); }},
+      {"adam8bit", [](auto p) { return std::make_unique<Adam8bit>(p, Adam8bitOptions{}); }},
+      {"sgd8bit", [](auto p) { return std::make_unique<SGD8bit>(p, SGD8bitOptions{}); }}};
+  for (const auto& [name, make] : with_state) {
+    for (const auto& value : {torch::ones({256, 65}), torch::ones({65, 64}),
+                              torch::ones({64, 65}, at::kDouble), torch::ones({3, 5})}) {
+      if (name.ends_with("8bit") && value.scalar_type() == at::kDouble) continue;
+      SCOPED_TRACE(name + " " + value.toString());
+      auto other = torch::ones({2}, torch::requires_grad());
+      auto w = torch::ones({64, 65}, torch::requires_grad());
+      auto optimizer = make({other, w});
+      other.mutable_grad() = torch::ones({2});
+      w.mutable_grad() = torch::ones({64, 65});
+      optimizer->step();
+      w.mutable_grad().reset();
+      w.set_data(value.clone());
+      w.mutable_grad() = torch::ones_like(value);
+      const auto before = other.detach().clone();
+      EXPECT_THAT(message_of([&] { optimizer->step(); }),
+                  testing::AllOf(
+                      testing::AnyOf(HasSubstr("state '1."), HasSubstr("state of parameter '1'")),
+                      HasSubstr("of the parameter; got")));
+      EXPECT_THROW(static_cast<void>(optimizer->state()), UserError);
+      EXPECT_TRUE(torch::equal(w.detach(), value));
+      EXPECT_TRUE(torch::equal(other.detach(), before));
+      // A fresh state is what the message advises.
+      optimizer->load_state({});
+      EXPECT_EQ(optimizer->step().updated, 2);
+    }
+  }
+}
+
+// module->to(memory_format) between two steps, and a state that was saved in another layout.
+TEST(OptimizerTest, LayoutOfAParameterMayChangeBetweenStepsAndBetweenSavingAndLoading) {
+  auto all = every_optimizer();
+  all.emplace_back("adam8bit", [](auto p) {
+    return std::make_unique<Adam8bit>(p, Adam8bitOptions{.lr = 0.5, .min_values = 0});
+  });
+  all.emplace_back("sgd8bit", [](auto p) {
+    return std::make_unique<SGD8bit>(p, SGD8bitOptions{.lr = 0.5, .min_values = 0});
+  });
+  all.emplace_back("adafactor", [](auto p) {
+    return std::make_unique<Adafactor>(p, AdafactorOptions{.lr = 0.5, .beta1 = 0.9});
+  });
+  const auto laid_out = [](const at::Tensor& x, bool channels_last) {
+    return x.clone(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+  };
+  for (const auto& [name, make] : all) {
+    for (const bool before : {false, true}) {
+      for (const bool after : {false, true}) {
+        for (const bool reload : {false, true}) {
+          SCOPED_TRACE(testing::Message() << name << " channels last " << before << " then "
+                                          << after << (reload ? " loaded" : ""));
+          torch::manual_seed(6);
+          const auto value = torch::randn({4, 40, 3, 3});
+          const auto g1 = torch::randn({4, 40, 3, 3}), g2 = torch::randn({4, 40, 3, 3});
+          auto plain = value.clone().requires_grad_();
+          auto plain_optimizer = make({plain});
+          auto w = laid_out(value, before).requires_grad_();
+          auto optimizer = make({w});
+          plain.mutable_grad() = g1.clone();
+          plain_optimizer->step();
+          w.mutable_grad() = g1.clone();
+          optimizer->step();
+          std::vector<NamedState> saved;
+          for (const auto& entry : optimizer->state()) {
+            saved.push_back({entry.name, entry.tensor.clone(at::MemoryFormat::Contiguous)});
+          }
+          w.set_data(laid_out(w.detach(), after));
+          if (reload) {
+            optimizer = make({w});
+            optimizer->load_state(saved);
+          }
+          plain.mutable_grad() = g2.clone();
+          plain_optimizer->step();
+          w.mutable_grad() = g2.clone();
+          optimizer->step();
+          EXPECT_TRUE(at::allclose(w.detach(), plain.detach(), 1e-4, 1e-5))
+              << (w - plain).abs().max();
+        }
+      }
+    }
+  }
+}
+
+// torch.optim keeps the state of 16-bit parameters in 16 bits, and casts what it loads.
+TEST(OptimizerTest, NarrowerFloatsAreCastOnLoadAndNothingElseIs) {
+  auto w = torch::ones({4, 4}, at::kBFloat16).requires_grad_();
+  Adafactor optimizer({w});
+  const auto rows = torch::full({4, 1}, 0.3, at::kBFloat16);
+  optimizer.load_state({{"0.step", torch::tensor(1.0F)},
+                        {"0.row_var", rows},
+                        {"0.col_var", torch::ones({1, 4}, at::kHalf)}});
+  EXPECT_EQ(optimizer.state()[1].tensor.scalar_type(), at::kFloat);
+  EXPECT_TRUE(torch::equal(optimizer.state()[1].tensor, rows.to(at::kFloat)));
+  const auto refused = [&](const at::Tensor& columns) {
+    return message_of([&] {
+      optimizer.load_state(
+          {{"0.step", torch::tensor(1.0F)}, {"0.row_var", rows}, {"0.col_var", columns}});
+    });
+  };
+  EXPECT_THAT(refused(torch::ones({1, 4}, at::kDouble)), HasSubstr("must have dtype Float"));
+  EXPECT_THAT(refused(torch::ones({1, 4}, at::kByte)), HasSubstr("must have dtype Float"));
+  auto half = torch::ones({4}, at::kHalf).requires_grad_();
+  SGD sgd({half}, {.momentum = 0.9});
+  EXPECT_THAT(
+      message_of([&] { sgd.load_state({{"0.momentum_buffer", torch::ones({4}, at::kBFloat16)}}); }),
+      HasSubstr("must have dtype Half; got BFloat16"));
 }
 
 TEST(OptimizerTest, NanInAGradientReachesTheParameter) {

@@ -46,6 +46,13 @@ void update_foreach(const ParameterGroup& group, const SGDOptions& options, cons
   at::_foreach_add_(lists.parameters, gradients, at::Scalar(-group.lr));
 }
 
+// LibTorch 2.13's CPU kernel computes new values of 16-bit parameters in whole vectors and does not
+// store them: only the last n % 16 move.
+bool fused_sgd_takes(const at::Tensor& parameter) {
+  return fused_kernel_takes(parameter) &&
+         (!parameter.is_cpu() || c10::elementSize(parameter.scalar_type()) > 2);
+}
+
 void check_ranges(const std::string& component, const SGDOptions& options) {
   GRADUS_CHECK(component, std::isfinite(options.momentum) && options.momentum >= 0.0,
                "momentum must be finite and >= 0; got ", options.momentum);
@@ -104,10 +111,10 @@ std::vector<Optimizer::StateSpec> SGD::state_specs(const at::Tensor& parameter) 
 
 void SGD::check_slot(const Slot& slot) const {
   GRADUS_CHECK(
-      component(), !options_.fused.value_or(false) || fused_kernel_takes(slot.parameter),
+      component(), !options_.fused.value_or(false) || fused_sgd_takes(slot.parameter),
       "parameter '", slot.name,
-      "' must suit the fused kernel (CPU or CUDA; float32, float64, float16 or bfloat16; no gaps "
-      "in memory); got ",
+      "' must suit the fused kernel (CPU, float32 or float64; or CUDA, float16 and bfloat16 as "
+      "well; no gaps in memory); got ",
       slot.parameter.scalar_type(), " on ", slot.parameter.device(), " with strides ",
       slot.parameter.strides(), ". Leave 'fused' unset to use the foreach operations there");
 }
@@ -118,7 +125,7 @@ void SGD::update(const ParameterGroup& group, std::span<Slot* const> slots) {
   std::array<Lists, 2> fused, foreach;
   for (const Slot* slot : slots) {
     auto& kind =
-        options_.fused.value_or(true) && fused_kernel_takes(slot->parameter) ? fused : foreach;
+        options_.fused.value_or(true) && fused_sgd_takes(slot->parameter) ? fused : foreach;
     auto& lists = kind[slot->first_update ? 1 : 0];
     lists.parameters.push_back(slot->parameter);
     lists.gradients.push_back(gradient_laid_out_as(slot->parameter));

@@ -20,7 +20,9 @@ struct SGDOptions {
   bool nesterov = false;  ///< Needs momentum > 0 and dampening 0.
   bool maximize = false;  ///< Go up the gradient.
   /// Unset: LibTorch's fused kernel where it runs, else its foreach operations. true: refuse by
-  /// name where the fused kernel does not run. false: foreach always.
+  /// name where the fused kernel does not run. false: foreach always. On the CPU the fused kernel
+  /// is used for float32 and float64 only: LibTorch 2.13's does not store most of a 16-bit
+  /// parameter.
   std::optional<bool> fused = std::nullopt;
 };
 

@@ -3,10 +3,13 @@
 #include <cmath>
 #include <optional>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+
+#include <tests/support/message_of.h>
 
 namespace gradus::optim {
 namespace {
@@ -88,6 +91,54 @@ TEST(SGDTest, OptionsOutOfRangeAreRefused) {
   EXPECT_THROW(SGD({w}, {.dampening = std::nan("")}), UserError);
   EXPECT_THROW(SGD({w}, {.nesterov = true}), UserError);
   EXPECT_THROW(SGD({w}, {.momentum = 0.9, .dampening = 0.1, .nesterov = true}), UserError);
+}
+
+// LibTorch 2.13's fused CPU kernel leaves 16-bit parameters as they are but for the last n % 16.
+TEST(SGDTest, SixteenBitParametersOfEverySizeMoveAsFloat32MathRounded) {
+  const std::vector<SGDOptions> cases{{.lr = 0.1},
+                                      {.lr = 0.1, .weight_decay = 0.1},
+                                      {.lr = 0.1, .momentum = 0.9},
+                                      {.lr = 0.1, .momentum = 0.9, .nesterov = true}};
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const double ulp = dtype == at::kHalf ? 0x1p-10 : 0x1p-7;
+    for (const std::int64_t size : {1, 16, 33, 4097}) {
+      for (std::size_t c = 0; c < cases.size(); ++c) {
+        SCOPED_TRACE(testing::Message() << dtype << " [" << size << "] case " << c);
+        torch::manual_seed(5);
+        auto w = torch::randn({size}).to(dtype).requires_grad_();
+        auto plain = w.detach().clone().requires_grad_();
+        SGD optimizer({w}, cases[c]);
+        auto foreach_options = cases[c];
+        foreach_options.fused = false;
+        SGD foreach ({plain}, foreach_options);
+        at::Tensor buffer;
+        for (int step = 0; step < 4; ++step) {
+          const auto before = w.detach().to(at::kFloat);
+          const auto gradient = torch::randn({size}).to(dtype);
+          w.mutable_grad() = gradient.clone();
+          plain.mutable_grad() = gradient.clone();
+          optimizer.step();
+          foreach
+            .step();
+          auto direction = gradient.to(at::kFloat) + before * cases[c].weight_decay;
+          if (cases[c].momentum != 0.0) {
+            buffer = buffer.defined() ? buffer * cases[c].momentum + direction : direction;
+            direction = cases[c].nesterov ? direction + buffer * cases[c].momentum : buffer;
+          }
+          const auto expected = before - direction * 0.1;
+          EXPECT_TRUE(at::allclose(w.detach().to(at::kFloat), expected, ulp, ulp));
+          EXPECT_TRUE(at::equal(w.detach(), plain.detach()));
+          if (buffer.defined()) buffer = optimizer.state()[0].tensor.to(at::kFloat);
+        }
+      }
+    }
+    auto w = torch::ones({3}, dtype).requires_grad_();
+    w.mutable_grad() = torch::ones({3}, dtype);
+    SGD insists({w}, {.fused = true});
+    EXPECT_THAT(tests::message_of([&] { insists.step(); }),
+                testing::HasSubstr("parameter '0' must suit the fused kernel"));
+    EXPECT_TRUE(at::equal(w.detach(), torch::ones({3}, dtype)));
+  }
 }
 
 }  // namespace

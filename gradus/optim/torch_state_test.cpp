@@ -106,5 +106,13 @@ TEST(TorchStateTest, WhatDoesNotFitIsRefusedAndChangesNothing) {
   EXPECT_EQ(optimizer.state()[0].name, "w.momentum_buffer");
 }
 
+TEST(TorchStateTest, SixteenBitStateOfTorchIsCast) {
+  auto w = torch::ones({4, 4}, at::kBFloat16).requires_grad_();
+  Muon optimizer({w});
+  const auto buffer = torch::full({4, 4}, 0.3, at::kBFloat16);
+  load_torch_state(optimizer, {{{"state.0.momentum_buffer", buffer}}, R"([{"params":[0]}])"});
+  EXPECT_TRUE(torch::equal(optimizer.state()[0].tensor, buffer.to(at::kFloat)));
+}
+
 }  // namespace
 }  // namespace gradus::optim

@@ -87,6 +87,8 @@ StepTrials::StepTrials(models::Gpt gpt, amp::Amp& amp, data::Batch batch,
 // What an optimizer step writes: the model's weights, and their masters where there are some.
 std::vector<at::Tensor> StepTrials::written() const {
   std::vector<at::Tensor> result = gpt_->parameters();
+  // What an optimizer steps on there exists during the step only.
+  if (amp_.properties().stochastic_rounding) return result;
   for (const at::Tensor& weight : amp_.parameters(*gpt_)) {
     if (std::ranges::none_of(result,
                              [&](const at::Tensor& known) { return known.is_same(weight); }))

@@ -75,6 +75,7 @@ class Run {
   struct StepStart {
     base::RngState rng;
     data::DataPosition position;
+    std::vector<std::pair<std::string, at::Tensor>> precision;
     bool timeline;
   };
   void abandon_step(const StepStart& start);
@@ -351,6 +352,7 @@ void Run::remember_loss(double loss) {
 void Run::abandon_step(const StepStart& start) {
   window_->reset();
   amp_->zero_grad(*optimizer_);
+  amp_->load_state(start.precision);  // the last micro-batch may have moved the loss scale
   data_->training.seek(start.position);
   start.rng.restore();
   if (start.timeline) {
@@ -416,7 +418,7 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
 
 bool Run::step() {
   const StepStart start{
-      base::RngState::capture(), data_->training.position(),
+      base::RngState::capture(), data_->training.position(), amp_->state(),
       // The first step of a process makes the optimizer's state; the second one is like all others.
       log_->report().step_timeline.empty() && !optimizer_->state_tensors().empty()};
   const double start_s = environment_.clock();

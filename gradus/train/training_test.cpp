@@ -386,15 +386,24 @@ TEST_F(TrainingTest, EveryPrecisionLearnsAndResumesBitForBit) {
     if (precision == "O3") config.optimizer.kind = "sgd";
     run(config);
     const auto whole = metrics(config);
-    if (precision != "O3") EXPECT_LT(whole.back().loss, whole.front().loss);
+    EXPECT_LT(whole.back().loss, whole.front().loss);
+    const auto last_state = [](const TrainConfig& of) {
+      return load_precision(*find_training_state(of.train.out).newest);
+    };
     const bool scaled = precision == "fp16" || precision == "O1" || precision == "O2";
     EXPECT_EQ(whole.back().loss_scale.has_value(), scaled);
-    for (const int stop : {1, 13}) {
+    for (const int stop : {1, 2, 13}) {  // 2: behind the last micro-batch of the first step
       TrainConfig broken = config;
       broken.train.out = (directory / ("broken-" + precision + std::to_string(stop))).string();
       EXPECT_TRUE(run(broken, false, stop).interrupted);
       EXPECT_FALSE(run(broken, true).interrupted);
       EXPECT_EQ(losses(metrics(broken)), losses(whole)) << "stopped after " << stop;
+      const auto expected = last_state(config), got = last_state(broken);
+      ASSERT_EQ(got.size(), expected.size());
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        EXPECT_EQ(got[i].first, expected[i].first);
+        EXPECT_TRUE(got[i].second.equal(expected[i].second)) << got[i].first;
+      }
     }
     // Weights load anywhere: float32 under the model's own names.
     models::Gpt gpt = make_gpt(config, 256);
@@ -421,6 +430,18 @@ TEST_F(TrainingTest, AnOverflowUnderALossScaleIsSkippedAndReported) {
   const auto before = named_tensors(*fresh), after = named_tensors(*trained);
   for (std::size_t i = 0; i < before.size(); ++i)
     EXPECT_TRUE(before[i].second.equal(after[i].second)) << before[i].first;
+}
+
+TEST_F(TrainingTest, AnInterruptedStepThatOverflowedIsAbandonedWhole) {
+  for (const char* precision : {"fp16", "O2"}) {
+    SCOPED_TRACE(precision);
+    TrainConfig config = tiny(std::string("run-") + precision);
+    config.train.precision = precision;
+    config.train.loss_scale = "1e9";
+    EXPECT_TRUE(run(config, false, 1).interrupted);
+    EXPECT_EQ(find_training_state(config.train.out).newest->run.step, 1);
+    EXPECT_EQ(run(config, true).steps, 8);
+  }
 }
 
 TEST_F(TrainingTest, EveryOptimizerLearns) {
@@ -463,10 +484,11 @@ TEST_F(TrainingTest, AccumulateFixesTheMicroBatchesOfAnyPlan) {
 }
 
 TEST_F(TrainingTest, AnAutomaticPlanKeepsItsLimitAtLowerPrecision) {
-  for (const char* precision : {"bf16", "fp16", "O2", "bf16-weights"}) {
+  for (const char* precision : {"bf16", "fp16", "O2", "O3", "bf16-weights", "bf16-stochastic"}) {
     SCOPED_TRACE(precision);
     TrainConfig plain = tiny(std::string("plain-") + precision);
     plain.train.precision = precision;
+    if (plain.train.precision == "O3") plain.optimizer.kind = "sgd";
     const TrainOutcome whole = run(plain);
     TrainConfig config = plain;
     config.train.out = (directory / (std::string("limited-") + precision)).string();

@@ -48,9 +48,8 @@ TEST_F(CastCacheTest, AWeightUsedManyTimesIsCastOnceAnIterationAlsoThroughViews)
       auto h = x_;
       for (int i = 0; i < 5; ++i) h = linear(h);
       EXPECT_EQ(casts(), 2);  // weight and bias
-      for (int i = 0; i < 3; ++i) h = at::mm(h, stacked[i]);
-      h = at::mm(h, stacked.select(0, 1).t());
-      h = at::mm(h, stacked.view({24, 8}).narrow(0, 8, 8));
+      for (int i = 0; i < 3; ++i)
+        h = at::matmul(h, stacked.transpose(1, 2)).sum(0).to(at::kBFloat16);
       EXPECT_EQ(casts(), 1);
       EXPECT_EQ(cast_cache_size(), 3);
       loss = h.sum();
@@ -144,6 +143,107 @@ TEST_F(CastCacheTest, IsEmptyAfterABackwardPassInsideTheRegion) {
     EXPECT_EQ(cast_cache_size(), 0);
     EXPECT_EQ(casts(), 1);
   }
+}
+
+struct Reversal : torch::autograd::Function<Reversal> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x.view_as(x);
+  }
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*,
+                                               torch::autograd::tensor_list g) {
+    return {-g[0]};
+  }
+};
+
+TEST_F(CastCacheTest, ViewsWithAMeaningOfTheirOwnAreCastAnew) {
+  const auto x = torch::ones({1, 4});
+  const AutocastGuard guard({.dtype = at::kBFloat16});
+  const auto fresh = [] { return torch::ones({4, 4}).requires_grad_(); };
+  {  // a gradient reversal
+    const auto w = fresh();
+    at::linear(x, Reversal::apply(w)).sum().backward();
+    EXPECT_TRUE(at::equal(w.grad(), torch::full({4, 4}, -1.0)));
+    w.mutable_grad() = at::Tensor();
+    at::matmul(x, Reversal::apply(w).t()).sum().backward();  // and a plain view of one
+    EXPECT_TRUE(at::equal(w.grad(), torch::full({4, 4}, -1.0)));
+  }
+  {  // a gradient that is kept
+    const auto kept = fresh().t();
+    kept.retain_grad();
+    at::matmul(x, kept).sum().backward();
+    EXPECT_TRUE(kept.grad().defined());
+  }
+  {  // a part whose gradient is asked for
+    const auto part = fresh().narrow(0, 0, 2);
+    const auto grads = torch::autograd::grad({at::linear(x, part).sum()}, {part});
+    EXPECT_TRUE(at::equal(grads[0], torch::ones({2, 4})));
+  }
+  {  // a negated view
+    const auto w = fresh();
+    const auto y = at::linear(x, at::_neg_view(w));
+    EXPECT_EQ(y[0][0].item<double>(), -4);
+    y.sum().backward();
+    EXPECT_TRUE(at::equal(w.grad(), torch::full({4, 4}, -1.0)));
+    const at::NoGradGuard no_grad;
+    EXPECT_EQ(at::linear(x, at::_neg_view(w))[0][0].item<double>(), -4);
+  }
+  {  // a tangent
+    const auto level = torch::autograd::forward_ad::enter_dual_level();
+    const auto dual = at::_make_dual(fresh(), torch::ones({4, 4}), level);
+    for (const auto& y : {at::linear(x, dual), at::matmul(x, dual.t())}) {
+      const at::Tensor tangent = std::get<1>(at::_unpack_dual(y, level));
+      ASSERT_TRUE(tangent.defined());
+      EXPECT_EQ(tangent[0][0].item<double>(), 4);
+    }
+    torch::autograd::forward_ad::exit_dual_level(level);
+  }
+}
+
+TEST_F(CastCacheTest, WritesThatLeaveNoVersionAreSeen) {
+  const auto x = torch::ones({1, 4});
+  const AutocastGuard guard({.dtype = at::kBFloat16});
+  const auto product = [&](const at::Tensor& w) { return at::linear(x, w)[0][0].item<double>(); };
+  auto w = torch::ones({4, 4}).requires_grad_();
+  EXPECT_EQ(product(w), 4);
+  w.data().mul_(2);
+  EXPECT_EQ(product(w), 8);
+  {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> parameters{w}, gradients{torch::ones({4, 4})},
+        means{torch::zeros({4, 4})}, squares{torch::zeros({4, 4})}, steps{torch::ones({})};
+    const auto version = w._version();
+    at::_fused_adamw_(parameters, gradients, means, squares, {}, steps, 1.0, 0.0, 0.0, 0.0, 0.0,
+                      false, false);
+    EXPECT_EQ(w._version(), version);
+  }
+  EXPECT_EQ(product(w), at::linear(x, w.detach().clone())[0][0].item<double>());
+  EXPECT_NE(product(w), 8);
+  w.data().fill_(1);
+  torch::optim::SGD sgd({w}, 1.0);
+  at::linear(x, w).sum().backward();
+  EXPECT_EQ(product(w), 4);  // between backward and step
+  sgd.step();
+  EXPECT_EQ(product(w), 0);
+  auto flat = torch::ones({16});
+  w.set_data(flat.view({4, 4}));
+  EXPECT_EQ(product(w), 4);
+  flat.mul_(2);
+  EXPECT_EQ(product(w), 8);
+  EXPECT_EQ(cast_cache_size(), 1);
+  torch::ones({4}).mul_(2);  // of another memory
+  EXPECT_EQ(cast_cache_size(), 1);
+}
+
+TEST_F(CastCacheTest, OtherPlacesOfOneMemoryAreOtherWeights) {
+  const auto x = torch::ones({1, 4}), flat = torch::arange(8, at::kFloat).view({2, 4});
+  auto w = torch::ones({1, 4}).requires_grad_();
+  const AutocastGuard guard({.dtype = at::kBFloat16});
+  w.set_data(flat.narrow(0, 0, 1));
+  EXPECT_EQ(at::linear(x, w).item<double>(), 6);
+  w.set_data(flat.narrow(0, 1, 1));
+  EXPECT_EQ(at::linear(x, w).item<double>(), 22);
+  w.set_data(flat.view({4, 2}));
+  EXPECT_EQ(at::linear(torch::ones({1, 2}), w).sizes(), (std::vector<std::int64_t>{1, 4}));
 }
 
 TEST_F(CastCacheTest, GradientRecordingOnAndOffHaveCastsOfTheirOwn) {

@@ -129,6 +129,56 @@ bool is_functional(const c10::FunctionSchema& schema) {
                       });
 }
 
+// The running statistics of a normalisation are written, though its schema does not say so: in a
+// cast they would be lost. Kernels that take them in float32 beside a lower input want the weights
+// of their type.
+std::uint32_t kept_arguments(const c10::FunctionSchema& schema, Policy policy) {
+  if (!schema.argumentIndexWithName("running_mean")) return 0;
+  std::uint32_t kept = 0;
+  for (const char* const name : {"running_mean", "running_var", "weight", "bias"}) {
+    if (policy == Policy::fp32 && !std::string_view(name).starts_with("running")) continue;
+    if (const auto index = schema.argumentIndexWithName(name)) kept |= 1u << *index;
+  }
+  return kept;
+}
+
+// Operators that throw, or make an infinity, of a number outside float16's range.
+struct Saturated {
+  const char* name;
+  const char* overload;
+  std::vector<const char*> numbers;
+};
+
+const std::vector<Saturated>& saturated_operators() {
+  static const std::vector<Saturated> operators{
+      {"aten::masked_fill_", "Scalar", {"value"}},
+      {"aten::masked_fill_", "Tensor", {"value"}},
+      {"aten::index_fill_", "int_Scalar", {"value"}},
+      {"aten::index_fill_", "int_Tensor", {"value"}},
+      {"aten::fill", "Scalar", {"value"}},
+      {"aten::fill_", "Scalar", {"value"}},
+      {"aten::fill_diagonal_", "", {"fill_value"}},
+      {"aten::full_like", "", {"fill_value"}},
+      {"aten::new_full", "", {"fill_value"}},
+      {"aten::scatter", "value", {"value"}},
+      {"aten::scatter_", "value", {"value"}},
+      {"aten::constant_pad_nd", "", {"value"}},
+      {"aten::clamp", "", {"min", "max"}},
+      {"aten::clamp_", "", {"min", "max"}},
+      {"aten::clamp_min", "", {"min"}},
+      {"aten::clamp_min_", "", {"min"}},
+      {"aten::clamp_max", "", {"max"}},
+      {"aten::clamp_max_", "", {"max"}},
+      {"aten::hardtanh", "", {"min_val", "max_val"}},
+      {"aten::hardtanh_", "", {"min_val", "max_val"}},
+      {"aten::threshold", "", {"threshold", "value"}},
+      {"aten::threshold_", "", {"threshold", "value"}},
+      {"aten::where", "ScalarSelf", {"self"}},
+      {"aten::where", "ScalarOther", {"other"}},
+  };
+  return operators;
+}
+
 struct Defaults {
   std::mutex mutex;
   std::map<std::pair<c10::DeviceType, c10::ScalarType>, OperatorLists> lists;
@@ -302,6 +352,7 @@ OperatorTable::OperatorTable(const OperatorLists& lists) {
     const auto op = c10::Dispatcher::singleton().findSchema({base, overload});
     if (!op || !is_functional(op->schema())) return;
     OperatorRule rule{policy};
+    rule.kept_arguments = kept_arguments(op->schema(), policy);
     if (policy == Policy::fp32_result) {
       rule.dtype_argument = static_cast<std::int16_t>(dtype_argument(op->schema()));
       // An overload without the argument gets cast arguments instead.
@@ -320,14 +371,17 @@ OperatorTable::OperatorTable(const OperatorLists& lists) {
         add(name, overload, policy);
     }
   }
-  // Written in place, a number must fit the tensor, which cannot become float32.
-  for (const auto& [name, overload] :
-       {std::pair("aten::masked_fill_", "Scalar"), std::pair("aten::index_fill_", "int_Scalar")}) {
-    const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+  // A number must fit the tensor where that does not become float32. A listed operator's rule,
+  // which stands before, hides these.
+  for (const Saturated& saturated : saturated_operators()) {
+    const auto op = c10::Dispatcher::singleton().findSchema({saturated.name, saturated.overload});
     if (!op) continue;
-    const auto value = op->schema().argumentIndexWithName("value");
-    if (value)
-      rules.emplace_back(*op, OperatorRule{Policy::none, -1, static_cast<std::int16_t>(*value)});
+    OperatorRule rule;
+    for (const char* const number : saturated.numbers) {
+      const auto index = op->schema().argumentIndexWithName(number);
+      if (index) rule.saturated_arguments |= 1u << *index;
+    }
+    rules.emplace_back(*op, rule);
   }
   std::size_t size = 64;
   while (size < 3 * rules.size()) size *= 2;

@@ -1,5 +1,6 @@
 // float16 computed in float32 and rounded.
 
+#include <cmath>
 #include <functional>
 #include <map>
 #include <optional>
@@ -245,6 +246,92 @@ TEST_F(RoundedTest, IsChosenByWhatTheProcessorCan) {
   EXPECT_THROW(
       AutocastGuard({.device = at::kCUDA, .dtype = at::kHalf, .arithmetic = Arithmetic::rounded}),
       UserError);
+}
+
+TEST_F(RoundedTest, ListsOfResultsAreRoundedToo) {
+  const auto x = torch::randn({4, 4}).requires_grad_();
+  using Fn = std::function<std::vector<at::Tensor>(const at::Tensor&)>;
+  const std::vector<std::pair<std::string, Fn>> cases{
+      {"split", [](const at::Tensor& t) { return at::split(t, 2); }},
+      {"unsafe_split", [](const at::Tensor& t) { return at::unsafe_split(t, 2); }},
+      {"chunk", [](const at::Tensor& t) { return at::chunk(t, 2); }},
+      {"unbind", [](const at::Tensor& t) { return at::unbind(t); }}};
+  for (const auto& [name, fn] : cases) {
+    SCOPED_TRACE(name);
+    auto options = kRounded;
+    options.lists = OperatorLists::defaults(at::kCPU, at::kHalf).set(name, Policy::lower_precision);
+    const AutocastGuard guard(options);
+    x.mutable_grad() = at::Tensor();
+    const auto parts = fn(x);
+    for (const auto& part : parts) EXPECT_EQ(part.scalar_type(), at::kHalf);
+    EXPECT_TRUE(at::equal(parts[0], fn(x.detach().to(at::kHalf))[0]));
+    parts[0].sum().backward();
+    EXPECT_TRUE(x.grad().defined());
+  }
+}
+
+TEST_F(RoundedTest, AListedBatchNormUpdatesItsStatistics) {
+  for (const auto policy : {Policy::lower_precision, Policy::widest, Policy::fp32}) {
+    for (const auto dtype : {at::kHalf, at::kBFloat16}) {
+      SCOPED_TRACE(base::join(policy_name(policy), " ", dtype));
+      const AutocastGuard guard(
+          {.dtype = dtype,
+           .lists = OperatorLists::defaults(at::kCPU, dtype).set("batch_norm", policy)});
+      torch::nn::BatchNorm1d norm(torch::nn::BatchNorm1dOptions(4).momentum(0.5));
+      if (policy == Policy::fp32) norm->to(dtype);
+      const auto y = norm(torch::ones({4, 4}, policy == Policy::fp32 ? dtype : at::kFloat));
+      EXPECT_TRUE(at::equal(norm->running_mean.to(at::kFloat), torch::full({4}, 0.5)));
+      y.sum().backward();
+      EXPECT_TRUE(norm->weight.grad().defined());
+      EXPECT_EQ(y.scalar_type(), policy == Policy::lower_precision ? dtype : at::kFloat);
+    }
+  }
+}
+
+TEST_F(RoundedTest, NumbersBeyondFloat16sRangeAreTheLargestItHas) {  // M17
+  using Fn = std::function<at::Tensor(const at::Tensor&)>;
+  const auto mask = torch::ones({2, 4}, at::kBool);
+  const auto rows = torch::arange(2), columns = torch::zeros({2, 1}, at::kLong);
+  const auto number = torch::tensor(-1e9);
+  const std::vector<std::pair<std::string, Fn>> cases{
+      {"masked_fill_", [&](auto& s) { return s.masked_fill_(mask, -1e9); }},
+      {"masked_fill_.Tensor", [&](auto& s) { return s.masked_fill_(mask, number); }},
+      {"index_fill_", [&](auto& s) { return s.index_fill_(0, rows, -1e9); }},
+      {"index_fill_.Tensor", [&](auto& s) { return s.index_fill_(0, rows, number); }},
+      {"fill_", [](auto& s) { return s.fill_(-1e9); }},
+      {"fill", [](auto& s) { return at::fill(s, -1e9); }},
+      {"fill_diagonal_", [](auto& s) { return s.fill_diagonal_(-1e9); }},
+      {"full_like", [](auto& s) { return at::full_like(s, -1e9); }},
+      {"new_full", [](auto& s) { return s.new_full({2, 4}, -1e9); }},
+      {"scatter", [&](auto& s) { return s.scatter(1, columns, -1e9); }},
+      {"scatter_", [&](auto& s) { return s.scatter_(1, columns, -1e9); }},
+      {"pad", [](auto& s) { return at::constant_pad_nd(s, {1, 0}, -1e9); }},
+      {"clamp", [](auto& s) { return s.clamp(-1e9, -1e8); }},
+      {"clamp_max_", [](auto& s) { return s.clamp_max_(-1e9); }},
+      {"hardtanh", [](auto& s) { return at::hardtanh(s, -1e9, -1e8); }},
+      {"threshold", [](auto& s) { return at::threshold(s, 1e9, -1e9); }},
+      {"where", [&](auto& s) { return at::where(mask, at::Scalar(-1e9), s); }},
+      {"where.other", [&](auto& s) { return at::where(~mask, s, at::Scalar(-1e9)); }},
+  };
+  const AutocastGuard guard({.dtype = at::kHalf});
+  for (const auto& [name, fn] : cases) {
+    SCOPED_TRACE(name);
+    auto s = torch::randn({2, 4}, at::kHalf);
+    const auto y = fn(s);
+    EXPECT_EQ(y.scalar_type(), at::kHalf);
+    EXPECT_EQ(y[0][0].template item<double>(), -65504.0);
+    EXPECT_TRUE(at::softmax(y, -1).isfinite().all().template item<bool>());
+  }
+  // What becomes float32, what is float32, and infinities stay.
+  const auto half = torch::randn({2, 4}, at::kHalf), full = torch::randn({2, 4});
+  EXPECT_EQ(at::full_like(half, -1e9, at::kFloat)[0][0].item<double>(), -1e9);
+  EXPECT_EQ(half.new_full({1}, -1e9, at::kFloat)[0].item<double>(), -1e9);
+  EXPECT_EQ(full.clone().fill_(-1e9)[0][0].item<double>(), -1e9);
+  EXPECT_EQ(at::where(mask, at::Scalar(-1e9), full)[0][0].item<double>(), -1e9);
+  EXPECT_EQ(half.clone().masked_fill_(mask, torch::tensor(-INFINITY))[0][0].item<double>(),
+            -INFINITY);
+  EXPECT_EQ(at::full_like(half, -INFINITY)[0][0].item<double>(), -INFINITY);
+  EXPECT_EQ(half.masked_fill(mask, -1e9)[0][0].item<double>(), -1e9);
 }
 
 TEST_F(RoundedTest, WeightsAreRoundedOnceARegion) {

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 
@@ -180,13 +181,17 @@ const Weight& Amp::Impl::require(const std::string& name, const at::Tensor& para
   GRADUS_CHECK(kComponent, !options.inference,
                "models given to initialize() for inference must not be trained; set "
                "LevelOptions::inference to false");
-  GRADUS_CHECK(kComponent,
-               !weight->frozen || !parameter.requires_grad() ||
-                   !(properties.master_weights || properties.stochastic_rounding),
-               "parameter '", weight->name,
-               "' must have wanted a gradient at initialize(): it was frozen then and cast to ",
-               parameter.scalar_type(), ", so it has no master weight. Unfreeze it before");
+  check_unfrozen(*weight);
   return *weight;
+}
+
+void Amp::Impl::check_unfrozen(const Weight& weight) const {
+  GRADUS_CHECK(kComponent,
+               !weight.frozen || !weight.parameter.requires_grad() ||
+                   !(properties.master_weights || properties.stochastic_rounding),
+               "parameter '", weight.name,
+               "' must have wanted a gradient at initialize(): it was frozen then and cast to ",
+               weight.parameter.scalar_type(), ", so it has no master weight. Unfreeze it before");
 }
 
 bool Amp::Impl::is_plain() const {
@@ -298,20 +303,25 @@ bool Amp::step(optim::Optimizer& optimizer) {
                "step() must come after the gradients were unscaled: end a ScaledLoss of this "
                "optimizer without delay_unscale first");
   for (const auto& weight : record.weights) {
+    impl_->check_unfrozen(weight);
+    impl_->check_no_stray(weight);
     GRADUS_CHECK(kComponent,
                  weight.kind == Weight::Kind::self || !weight.parameter.grad().defined(),
                  "parameter '", weight.name,
                  "' must have its gradient in its master weight at step(); it has one of its own, "
                  "from a backward outside a ScaledLoss of this optimizer");
   }
-  ++record.counts.steps;
+  const auto& options = impl_->losses.front().scaler.options();
   if (std::exchange(record.skip, false)) {
-    ++record.counts.skipped;
+    record.skips.count(true, options.skip_window);
+    impl_->warn_if_due(record);
     return false;
   }
   const FilledStandIns filled(record.weights);
-  if (optimizer.step().skipped) {
-    ++record.counts.skipped;
+  const bool skipped = optimizer.step().skipped;
+  record.skips.count(skipped, options.skip_window);
+  if (skipped) {
+    impl_->warn_if_due(record);
     return false;
   }
   const at::NoGradGuard no_grad;
@@ -330,6 +340,9 @@ void Amp::zero_grad(optim::Optimizer& optimizer) {
   for (auto& weight : record.weights) weight.parameter.mutable_grad().reset();
   record.aside.clear();
   record.still_scaled.reset();
+  // What was found in the gradients that are gone is no verdict on those to come.
+  record.skip = false;
+  for (auto& loss : impl_->losses) loss.forget(record);
 }
 
 void Amp::copy_masters_to_models() {
@@ -341,7 +354,7 @@ void Amp::copy_masters_to_models() {
 
 StepCounts Amp::counts(const optim::Optimizer& optimizer) const {
   const auto found = impl_->records.find(&optimizer);
-  return found == impl_->records.end() ? StepCounts{} : found->second->counts;
+  return found == impl_->records.end() ? StepCounts{} : found->second->skips.counts;
 }
 
 double Amp::loss_scale(std::size_t loss_id) const {

@@ -1,10 +1,14 @@
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <unordered_set>
 #include <utility>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include <gradus/amp/levels/internal/impl.h>
 #include <gradus/amp/levels/levels.h>
@@ -84,6 +88,51 @@ std::shared_ptr<OptimizerRecord> Amp::Impl::record_of(const optim::Optimizer& op
   return record;
 }
 
+void LossRecord::forget(const OptimizerRecord& record) {
+  for (std::size_t i = unjudged.size(); i-- > 0;) {
+    if (unjudged[i].get() != &record) continue;
+    unjudged.erase(unjudged.begin() + static_cast<std::ptrdiff_t>(i));
+    found.erase(found.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+void Amp::Impl::check_no_stray(const Weight& weight) {
+  const auto stray = strays.find(weight.parameter.unsafeGetTensorImpl());
+  if (stray == strays.end()) return;
+  const auto& gradient = weight.parameter.grad();
+  // Another tensor came after zero_grad(); the same one may have been zeroed in place.
+  const bool gone = !gradient.defined() ||
+                    gradient.unsafeGetTensorImpl() != stray->second.gradient._unsafe_get_target() ||
+                    (gradient.layout() == at::kStrided && !gradient.any().item<bool>());
+  if (gone) {
+    strays.erase(stray);
+    return;
+  }
+  GRADUS_CHECK(
+      kComponent, false, "parameter '", weight.name,
+      "' must get its gradients from ScaledLosses that have its optimizer: the backward of "
+      "loss ",
+      stray->second.loss_id,
+      " added to them, scaled, and did not unscale them. Give this optimizer to that "
+      "ScaledLoss too, or call amp.zero_grad(optimizer) after it");
+}
+
+void Amp::Impl::warn_if_due(OptimizerRecord& record) const {
+  const auto& limits = losses.front().scaler.options();
+  if (!record.skips.due(limits.skip_window, limits.warn_skip_rate)) return;
+  const auto message = base::join(
+      "[", kComponent, "] an optimizer skipped ", record.skips.recent_skips(), " of its last ",
+      limits.skip_window, " steps, more than ", 100.0 * limits.warn_skip_rate,
+      "%: these batches were not learned from. The loss scale is ",
+      losses.front().scaler.get_scale(), properties.loss_scale.is_dynamic() ? "" : " and fixed",
+      "; look for a loss that is not finite, or lower the scale");
+  if (options.report) {
+    options.report(message + "\n");
+  } else {
+    TORCH_WARN(message);
+  }
+}
+
 void Amp::Impl::throw_pending() {
   if (thrown_at_end) std::rethrow_exception(std::exchange(thrown_at_end, nullptr));
 }
@@ -96,6 +145,13 @@ struct ScaledLoss::Impl {
   std::vector<std::shared_ptr<OptimizerRecord>> records;
   int exceptions_before = std::uncaught_exceptions();
   bool ended = false;
+  // What the parameters of other optimizers had for gradients before: parameter, tensor, version.
+  struct Other {
+    at::Tensor parameter;
+    const void* gradient = nullptr;
+    std::int64_t version = 0;
+  };
+  std::vector<Other> others = {};
   // A checkpoint's second run meets cast parameters in backward.
   plane::op::Guard align = {};
 
@@ -103,8 +159,11 @@ struct ScaledLoss::Impl {
 
   void check_may_begin(const OptimizerRecord& record) const;
   void set_aside(OptimizerRecord& record) const;
+  void note_others();
+  void mark_strays();
   void close();
   void abandon();
+  const Weight* first_unfit() const;
   bool any_gradient() const;
   at::Tensor unscale(OptimizerRecord& record, double scale,
                      std::unordered_set<const void*>& done) const;
@@ -115,6 +174,10 @@ struct ScaledLoss::Impl {
 void ScaledLoss::Impl::check_may_begin(const OptimizerRecord& record) const {
   GRADUS_CHECK(kComponent, !record.open,
                "a ScaledLoss of an optimizer must end before the next one begins");
+  for (const auto& weight : record.weights) {
+    amp.check_unfrozen(weight);
+    if (weight.kind == Weight::Kind::self) amp.check_no_stray(weight);
+  }
   const double scale = amp.losses[options.loss_id].scaler.get_scale();
   if (record.still_scaled) {
     GRADUS_CHECK(kComponent, record.still_scaled->loss_id == options.loss_id,
@@ -148,8 +211,62 @@ void ScaledLoss::Impl::set_aside(OptimizerRecord& record) const {
   }
 }
 
+// Gradients that masters step on are looked for where the master's optimizer steps.
+void ScaledLoss::Impl::note_others() {
+  std::unordered_set<const void*> known;
+  for (const auto& record : records) {
+    for (const auto& weight : record->weights) known.insert(weight.parameter.unsafeGetTensorImpl());
+  }
+  const auto note = [&](const Weight& weight) {
+    if (weight.kind != Weight::Kind::self || !weight.parameter.requires_grad() ||
+        !known.insert(weight.parameter.unsafeGetTensorImpl()).second) {
+      return;
+    }
+    const auto& gradient = weight.parameter.grad();
+    others.push_back(
+        {.parameter = weight.parameter,
+         .gradient = gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr,
+         .version = gradient.defined() ? static_cast<std::int64_t>(gradient._version()) : 0});
+  };
+  for (const auto& weight : amp.weights) note(weight);
+  for (const auto& [optimizer, record] : amp.records) {
+    for (const auto& weight : record->weights) note(weight);
+  }
+}
+
+void ScaledLoss::Impl::mark_strays() {
+  for (const auto& [parameter, before, version] : others) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined() ||
+        (gradient.unsafeGetTensorImpl() == before && gradient._version() == version)) {
+      continue;
+    }
+    using Weak = decltype(StrayGradient::gradient);
+    amp.strays.insert_or_assign(
+        parameter.unsafeGetTensorImpl(),
+        StrayGradient{.gradient = Weak(gradient.getIntrusivePtr()), .loss_id = options.loss_id});
+  }
+  others.clear();
+}
+
+// What unscale would refuse, when some gradients were unscaled and others not.
+const Weight* ScaledLoss::Impl::first_unfit() const {
+  for (const auto& record : records) {
+    for (const auto& weight : record->weights) {
+      const auto& gradient = weight.parameter.grad();
+      if (gradient.defined() &&
+          (gradient.layout() != at::kStrided || !at::isFloatingType(gradient.scalar_type()) ||
+           at::has_internal_overlap(gradient) == at::MemOverlap::Yes)) {
+        return &weight;
+      }
+    }
+  }
+  return nullptr;
+}
+
 void ScaledLoss::Impl::close() {
   ended = true;
+  mark_strays();
   align = {};
   for (const auto& record : records) record->open = false;
 }
@@ -181,7 +298,8 @@ at::Tensor ScaledLoss::Impl::unscale(OptimizerRecord& record, double scale,
       continue;
     }
     if (weight.kind == Weight::Kind::self) {
-      gradients[i] = gradient;
+      // Nor is a tensor that two parameters have for their gradient divided twice.
+      if (done.insert(gradient.unsafeGetTensorImpl()).second) gradients[i] = gradient;
     } else {
       gradients[i] = gradient.detach().to(at::kFloat);
       gradient.reset();  // Its memory goes before the next one's copy is made.
@@ -225,6 +343,15 @@ bool ScaledLoss::Impl::end() {
     GRADUS_CHECK(kComponent, false,
                  "a ScaledLoss must end after backward on its loss: no parameter of its optimizers "
                  "has a gradient. Call backward() inside");
+  }
+  if (const Weight* const unfit = amp.checks() ? first_unfit() : nullptr; unfit != nullptr) {
+    const auto gradient = unfit->parameter.grad();
+    abandon();
+    GRADUS_CHECK(kComponent, false, "gradient of parameter '", unfit->name,
+                 "' must be dense, real and in memory of its own to be unscaled; got layout ",
+                 gradient.layout(), ", ", gradient.scalar_type(),
+                 gradient.layout() == at::kStrided ? ", with elements that may share memory" : "",
+                 ". The gradients of this loss were dropped");
   }
   close();
   auto& loss_of = loss_record();
@@ -291,6 +418,7 @@ ScaledLoss::ScaledLoss(Amp& amp, const at::Tensor& loss, std::vector<optim::Opti
     impl_->set_aside(*record);
     record->open = true;
   }
+  if (all.checks() && scaler.get_scale() != 1.0) impl_->note_others();
 }
 
 ScaledLoss::~ScaledLoss() {

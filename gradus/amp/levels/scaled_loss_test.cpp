@@ -16,6 +16,7 @@
 #include <gradus/optim/clip.h>
 #include <gradus/optim/sgd.h>
 #include <gradus/plane/op/op_plane.h>
+#include <gradus/recompute/checkpoint.h>
 
 #include <tests/support/message_of.h>
 
@@ -371,6 +372,185 @@ TEST_F(ScaledLossTest, ARegionAroundItKeepsNoCasts) {
   scaled.backward();
   scaled.finish();
   EXPECT_EQ(cast_cache_size(), 0U);
+}
+
+TEST_F(ScaledLossTest, ZeroGradForgetsWhatWasFound) {
+  for (const auto& options : kTrained) {
+    for (const bool delay : {false, true}) {
+      SCOPED_TRACE(title(options) + (delay ? " delayed" : ""));
+      Dot model({1, 1});
+      auto amp = initialize(model, options);
+      optim::SGD optimizer(amp.parameters(model), {.lr = 1.0});
+      const auto run = [&](float value, bool delayed) {
+        ScaledLoss scaled(amp, amp.forward(model, at::tensor({value, 0.0F})), {&optimizer},
+                          {.delay_overflow_check = delayed});
+        scaled.backward();
+        return scaled.finish();
+      };
+      EXPECT_EQ(run(kInfinity, delay), delay);
+      amp.zero_grad(optimizer);
+      EXPECT_FALSE(amp.state().empty());
+      const double before = amp.loss_scale();
+      EXPECT_TRUE(run(0.5F, false));
+      EXPECT_EQ(amp.loss_scale(), before);
+      EXPECT_TRUE(amp.step(optimizer));
+      EXPECT_TRUE(model.weight.to(at::kFloat).equal(at::tensor({0.5F, 1.0F})));
+      EXPECT_EQ(amp.counts(optimizer).skipped, 0);
+    }
+  }
+}
+
+TEST_F(ScaledLossTest, ZeroGradKeepsWhatWasFoundForOthers) {
+  Dot first({1, 1}), second({1, 1});
+  auto amp = initialize({first, second}, {.opt_level = OptLevel::O2, .max_loss_scale = kFirst});
+  optim::SGD one(amp.parameters(first), {.lr = 1.0}), two(amp.parameters(second), {.lr = 1.0});
+  const auto run = [&](float a, float b, bool delayed) {
+    ScaledLoss scaled(
+        amp, amp.forward(first, at::tensor({a, 0.0F})) + amp.forward(second, at::tensor({b, 0.0F})),
+        {&one, &two}, {.delay_overflow_check = delayed});
+    scaled.backward();
+    return scaled.finish();
+  };
+  EXPECT_TRUE(run(0.5F, kInfinity, true));
+  amp.zero_grad(one);
+  EXPECT_FALSE(run(0.5F, 0.5F, false));
+  EXPECT_FALSE(amp.step(two));
+}
+
+TEST_F(ScaledLossTest, AParameterThatIsUnfrozenLaterIsRefused) {
+  for (const auto level : {OptLevel::O2, OptLevel::bf16_stochastic}) {
+    Dot model({1, 1}), other({1, 1});
+    model.weight.set_requires_grad(false);
+    auto amp = initialize({model, other}, {.opt_level = level});
+    optim::SGD optimizer({model.weight, amp.parameters(other)[0]}, {.lr = 1.0});
+    model.weight.set_requires_grad(true);
+    const auto x = at::tensor({0.5F, 0.5F});
+    EXPECT_THAT(
+        message_of([&] { ScaledLoss(amp, amp.forward(model, x), {&optimizer}).backward(); }),
+        HasSubstr("'models.0.weight' must have wanted a gradient at initialize()"));
+    EXPECT_THAT(message_of([&] { amp.step(optimizer); }), HasSubstr("Unfreeze it before"));
+  }
+}
+
+TEST_F(ScaledLossTest, GradientsOfAnotherOptimizersLossAreRefusedAtO1) {
+  Dot first({1, 1}), second({1, 1});
+  auto amp = initialize({first, second}, {.opt_level = OptLevel::O1, .loss_scale = 1024.0});
+  optim::SGD one(amp.parameters(first), {.lr = 1.0}), two(amp.parameters(second), {.lr = 1.0});
+  const auto x = at::tensor({0.5F, 0.25F});
+  const auto run = [&](optim::Optimizer& optimizer, bool both) {
+    const auto loss =
+        amp.forward(optimizer.groups()[0].parameters[0].is_same(first.weight) ? first : second, x);
+    ScaledLoss scaled(amp, both ? amp.forward(first, x) + amp.forward(second, x) : loss,
+                      {&optimizer});
+    scaled.backward();
+    scaled.finish();
+  };
+  run(one, false);
+  run(two, true);
+  EXPECT_THAT(message_of([&] { amp.step(one); }),
+              HasSubstr("'models.0.weight' must get its gradients from ScaledLosses that have"));
+  EXPECT_THAT(message_of([&] { run(one, false); }), HasSubstr("the backward of loss 0"));
+  EXPECT_TRUE(first.weight.equal(at::tensor({1.0F, 1.0F})));
+  EXPECT_TRUE(amp.step(two));
+  // However its gradients go, it may go on.
+  for (int i = 0; i < 3; ++i) {
+    run(two, true);
+    if (i == 0) amp.zero_grad(one);
+    if (i == 1) one.zero_grad(/*set_to_none=*/true);
+    if (i == 2) one.zero_grad(/*set_to_none=*/false);
+    run(one, false);
+    EXPECT_TRUE(first.weight.grad().equal(x));
+    EXPECT_TRUE(amp.step(one));
+    amp.zero_grad(one);
+  }
+}
+
+TEST_F(ScaledLossTest, AGradientThatCannotBeUnscaledIsRefusedBeforeAnyIs) {
+  for (const auto& options : kTrained) {
+    SCOPED_TRACE(title(options));
+    Dot model({1, 1});
+    nn::Embedding embedding(nn::EmbeddingOptions(4, 2).sparse(true));
+    auto amp = initialize({model, *embedding}, options);
+    auto parameters = amp.parameters(model);
+    parameters.push_back(amp.parameters(*embedding)[0]);
+    optim::SGD optimizer(parameters, {.lr = 1.0});
+    const auto x = at::tensor({0.5F, 0.25F});
+    {
+      ScaledLoss scaled(amp, amp.forward(model, x), {&optimizer});
+      scaled.backward();
+    }
+    {
+      const auto loss =
+          amp.forward(model, x) + amp.forward(embedding, at::arange(2)).to(at::kFloat).sum();
+      ScaledLoss scaled(amp, loss, {&optimizer});
+      scaled.backward();
+      EXPECT_THAT(message_of([&] { scaled.finish(); }),
+                  HasSubstr("gradient of parameter 'models.1.weight' must be dense"));
+    }
+    EXPECT_TRUE(amp.step(optimizer));  // With what the first one left.
+    EXPECT_TRUE(model.weight.to(at::kFloat).equal(at::tensor({0.5F, 0.75F})));
+  }
+}
+
+TEST_F(ScaledLossTest, ARunThatOnlySkipsAtAFixedScaleWarnsOnce) {
+  Dot model({1, 1});
+  std::vector<std::string> warnings;
+  auto amp = initialize(
+      model,
+      {.opt_level = OptLevel::O2, .loss_scale = 128.0, .report = [&](const std::string& line) {
+         if (line.find("of its last") != std::string::npos) {
+           warnings.push_back(line);
+         }
+       }});
+  optim::SGD optimizer(amp.parameters(model), {.lr = 1.0});
+  for (int i = 0; i < 250; ++i) {
+    EXPECT_EQ(warnings.size(), i < 200 ? 0U : 1U);
+    {
+      ScaledLoss scaled(amp, amp.forward(model, at::tensor({kInfinity, 0.0F})), {&optimizer});
+      scaled.backward();
+    }
+    EXPECT_FALSE(amp.step(optimizer));
+    amp.zero_grad(optimizer);
+  }
+  ASSERT_EQ(warnings.size(), 1U);
+  EXPECT_THAT(warnings[0], HasSubstr("an optimizer skipped 200 of its last 200 steps"));
+  EXPECT_THAT(warnings[0], HasSubstr("The loss scale is 128 and fixed"));
+}
+
+TEST_F(ScaledLossTest, ACheckpointsSecondRunOutsideAScaledLossWantsARegion) {
+  for (const auto level : {OptLevel::O2, OptLevel::bf16}) {
+    const auto gradients = [&](bool checkpointed) {
+      torch::manual_seed(2);
+      nn::Linear linear(8, 8);
+      nn::LayerNorm norm(nn::LayerNormOptions({8}));
+      nn::Sequential both(linear, norm);
+      auto amp = initialize(*both, {.opt_level = level, .max_loss_scale = kFirst});
+      optim::SGD optimizer(amp.parameters(*both), {.lr = 0.1});
+      const auto x = at::randn({4, 8}).requires_grad_();
+      const auto block = [&](const at::Tensor& in) {
+        return norm->forward(at::softmax(linear->forward(in), -1, at::kFloat) + in);
+      };
+      const auto loss = amp.call(
+                               [&](const at::Tensor& in) {
+                                 return checkpointed ? recompute::checkpoint(block, in) : block(in);
+                               },
+                               x)
+                            .square()
+                            .mean();
+      at::Tensor of_x;
+      {
+        const Region region = amp.region();
+        of_x = torch::autograd::grad({loss}, {x}, {}, true, true)[0];
+      }
+      {
+        ScaledLoss scaled(amp, loss + of_x.square().sum(), {&optimizer});
+        scaled.backward();
+        EXPECT_TRUE(scaled.finish());
+      }
+      return amp.master_params(optimizer)[0].grad().clone();
+    };
+    EXPECT_TRUE(gradients(true).equal(gradients(false)));
+  }
 }
 
 }  // namespace

@@ -94,7 +94,7 @@ NamedTensors Amp::state() const {
   for (const auto& [optimizer, record] : impl_->records) {
     GRADUS_CHECK(kComponent, !record->skip && !record->open && !record->still_scaled,
                  "state() must be taken between a step and the next backward: an optimizer has "
-                 "gradients that wait for a step");
+                 "gradients that wait for a step. Step it, or drop them with amp.zero_grad");
   }
   NamedTensors result;
   if (!impl_->properties.enabled) return result;

@@ -1,3 +1,4 @@
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <string>
@@ -139,6 +140,29 @@ TEST(StateTest, IsRefusedWhileGradientsWaitForAStep) {
   scaled.finish();
   EXPECT_THAT(message_of([&] { (void)run.amp.state(); }),
               HasSubstr("between a step and the next backward"));
+}
+
+TEST(StateTest, AnAbandonedStepCanBeSavedAndItsScalesComeBack) {
+  for (const auto level : {OptLevel::O1, OptLevel::O2}) {
+    Training run({.opt_level = level});
+    const auto begin = run.amp.state();
+    {
+      const auto loss = run.amp.forward(run.net, at::randn({8, 6})).sum().to(at::kFloat) * INFINITY;
+      ScaledLoss scaled(run.amp, loss, {&run.optimizer});
+      scaled.backward();
+      EXPECT_FALSE(scaled.finish());
+    }
+    EXPECT_THAT(message_of([&] { (void)run.amp.state(); }), HasSubstr("zero_grad"));
+    run.amp.zero_grad(run.optimizer);
+    EXPECT_EQ(run.amp.loss_scale(), 32768.0);
+    run.amp.load_state(begin);
+    EXPECT_EQ(run.amp.loss_scale(), 65536.0);
+    const auto after = run.amp.state();
+    ASSERT_EQ(after.size(), begin.size());
+    for (std::size_t i = 0; i < begin.size(); ++i) {
+      EXPECT_TRUE(after[i].second.equal(begin[i].second)) << begin[i].first;
+    }
+  }
 }
 
 }  // namespace

@@ -37,6 +37,11 @@ at::Tensor GradScaler::scale(const at::Tensor& output) {
   // Not in a NoGradGuard, where it leaves no gradients behind (a validation loss, say). One that
   // requires none still counts: it may be backward's seed.
   if (at::GradMode::is_enabled()) {
+    impl_->note_backward();
+    for (auto& [key, entry] : impl_->unscaled) {
+      const auto gradient = entry.gradient.lock();
+      if (gradient.defined()) entry.before_backward = at::Tensor(gradient)._version();
+    }
     impl_->loss_pending = true;
     ++impl_->losses;
   }
@@ -51,7 +56,9 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
 }
 
 void GradScaler::unscale(optim::Optimizer& optimizer) {
-  if (enabled()) impl_->unscale(optimizer, impl_->record_of(optimizer));
+  if (!enabled()) return;
+  impl_->note_backward();
+  impl_->unscale(optimizer, impl_->record_of(optimizer));
 }
 
 void GradScaler::set_unscaled(optim::Optimizer& optimizer, const at::Tensor& found_inf) {
@@ -76,6 +83,7 @@ std::vector<bool> GradScaler::step(std::span<optim::Optimizer* const> optimizers
     for (auto* optimizer : optimizers) stepped.push_back(!optimizer->step().skipped);
     return stepped;
   }
+  impl_->note_backward();
   std::vector<Record*> records;
   for (auto* optimizer : optimizers) {
     auto& record = impl_->record_of(*optimizer);
@@ -83,6 +91,7 @@ std::vector<bool> GradScaler::step(std::span<optim::Optimizer* const> optimizers
                  " must step once an iteration: it has stepped already since the last update()");
     GRADUS_CHECK(kComponent, std::ranges::find(records, &record) == records.end(),
                  impl_->name_of(record), " must be given once to a step");
+    impl_->check_not_mixed(*optimizer, record);
     records.push_back(&record);
   }
   for (std::size_t i = 0; i < records.size(); ++i) {
@@ -136,14 +145,14 @@ const GradScalerOptions& GradScaler::options() const { return impl_->options; }
 
 StepCounts GradScaler::counts(const optim::Optimizer& optimizer) const {
   const auto entry = impl_->records.find(&optimizer);
-  return entry == impl_->records.end() ? StepCounts{} : entry->second->counts;
+  return entry == impl_->records.end() ? StepCounts{} : entry->second->skips.counts;
 }
 
 StepCounts GradScaler::counts() const {
   StepCounts total;
   for (const auto& [optimizer, record] : impl_->records) {
-    total.steps += record->counts.steps;
-    total.skipped += record->counts.skipped;
+    total.steps += record->skips.counts.steps;
+    total.skipped += record->skips.counts.skipped;
   }
   return total;
 }

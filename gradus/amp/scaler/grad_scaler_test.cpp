@@ -815,5 +815,77 @@ TEST(GradScalerTest, EveryOptimizerKernelStepsOnUnscaledGradients) {
   }
 }
 
+TEST(GradScalerTest, ABackwardBetweenUnscaleAndStepIsRefused) {
+  Single model;
+  GradScaler scaler({.init_scale = 1024.0});
+  model.backward(scaler, 1.0);
+  scaler.unscale(model.optimizer);
+  model.backward(scaler, 1.0);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT(message_of([&] { scaler.step(model.optimizer); }),
+                HasSubstr("gradient of parameter '0' must not change after its unscale"));
+  }
+  EXPECT_THAT(values(model.p), ElementsAre(1.0));
+  EXPECT_EQ(scaler.counts().steps, 0);
+  // A gradient of its own after zero_grad is no better: it is scaled.
+  model.optimizer.zero_grad();
+  model.backward(scaler, 1.0);
+  EXPECT_THAT(message_of([&] { scaler.step(model.optimizer); }), HasSubstr("after its unscale"));
+  EXPECT_THAT(values(model.p), ElementsAre(1.0));
+  // As the message says.
+  model.optimizer.zero_grad();
+  scaler.load_state(scaler.state());
+  model.backward(scaler, 1.0);
+  EXPECT_TRUE(scaler.step(model.optimizer));
+  scaler.update();
+  EXPECT_THAT(values(model.p), ElementsAre(0.0));
+}
+
+TEST(GradScalerTest, ClippingAndOthersBackwardsMayComeBetweenUnscaleAndStep) {
+  Single first;
+  Single second;
+  GradScaler scaler({.init_scale = 1024.0});
+  first.backward(scaler, 4.0);
+  scaler.unscale(first.optimizer);
+  optim::clip_gradient_norm(std::vector<at::Tensor>{first.p}, 1.0);
+  second.backward(scaler, 4.0);
+  scaler.unscale(second.optimizer);
+  optim::clip_gradient_norm(std::vector<at::Tensor>{first.p, second.p}, 1.0);
+  EXPECT_TRUE(scaler.step(first.optimizer));
+  EXPECT_TRUE(scaler.step(second.optimizer));
+  scaler.update();
+  EXPECT_NEAR(values(first.p)[0], 0.75, 0.02);
+  EXPECT_NEAR(values(second.p)[0], 0.03, 0.02);
+}
+
+TEST(GradScalerTest, AGradientOfTwoParametersIsDividedOnce) {
+  const auto a = parameter({1.0});
+  const auto b = parameter({1.0});
+  SGD optimizer({a, b}, {.lr = 1.0});
+  GradScaler scaler({.init_scale = 8.0});
+  scaler.scale(torch::ones({1}));
+  a.mutable_grad() = torch::full({1}, 8.0);
+  b.mutable_grad() = a.grad();
+  EXPECT_TRUE(scaler.step(optimizer));
+  EXPECT_THAT(values(a), ElementsAre(0.0));
+  EXPECT_THAT(values(b), ElementsAre(0.0));
+  const auto gradient = torch::full({1}, 8.0);
+  unscale_gradients(std::array{gradient, gradient}, 8.0);
+  EXPECT_THAT(values(gradient), ElementsAre(1.0));
+}
+
+TEST(GradScalerTest, AnExpandedGradientIsRefusedByName) {
+  const auto p = parameter({1.0, 1.0});
+  SGD optimizer(std::vector<optim::ParameterGroup>{{.parameters = {p}, .names = {"bias"}}}, {});
+  GradScaler scaler({.init_scale = 8.0});
+  scaler.scale(torch::ones({1}));
+  p.mutable_grad() = torch::full({1}, 8.0).expand({2});
+  EXPECT_THAT(message_of([&] { scaler.step(optimizer); }),
+              HasSubstr("gradient of parameter 'bias' must not be an expanded tensor"));
+  EXPECT_THAT(values(p.grad()), ElementsAre(8.0, 8.0));
+  EXPECT_THAT(message_of([&] { unscale_gradients(std::array{p.grad()}, 8.0); }),
+              HasSubstr("must not be expanded tensors"));
+}
+
 }  // namespace
 }  // namespace gradus::amp

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <unordered_set>
 #include <utility>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
@@ -103,6 +105,14 @@ void GradScaler::Impl::check_gradients(const std::vector<Candidate>& candidates)
                  "float32 and run forward under autocast, or keep float32 master weights");
     GRADUS_CHECK(kComponent, at::isFloatingType(gradient.scalar_type()), "gradient of parameter '",
                  name, "' must have a real floating dtype; got ", gradient.scalar_type());
+    // Written in place, one value once an element of the tensor.
+    GRADUS_CHECK(kComponent,
+                 gradient.layout() != at::kStrided ||
+                     at::has_internal_overlap(gradient) != at::MemOverlap::Yes,
+                 "gradient of parameter '", name,
+                 "' must not be an expanded tensor, whose elements share memory: give it memory of "
+                 "its own with contiguous(); got sizes ",
+                 gradient.sizes(), " with strides ", gradient.strides());
     if (const auto entry = unscaled.find(key_of(gradient)); entry != unscaled.end()) {
       // Written to, after another loss: clipped, or a mixture of unscaled and scaled parts.
       GRADUS_CHECK(kComponent,
@@ -126,7 +136,31 @@ void GradScaler::Impl::begin_check(Record& record) {
   record.stage = Stage::unscaled;
   record.overflow.reset();
   record.found.clear();
+  record.losses.reset();
   loss_pending = false;
+}
+
+void GradScaler::Impl::note_backward() {
+  for (auto& [key, entry] : unscaled) {
+    if (!entry.before_backward.has_value()) continue;
+    const auto impl = entry.gradient.lock();
+    if (impl.defined() && at::Tensor(impl)._version() != *entry.before_backward) entry.mixed = true;
+    entry.before_backward.reset();
+  }
+}
+
+void GradScaler::Impl::check_not_mixed(const optim::Optimizer& optimizer,
+                                       const Record& record) const {
+  if (record.stage != Stage::unscaled || record.losses.value_or(losses) == losses) return;
+  for (const auto& [parameter, name] : with_gradient(optimizer)) {
+    const auto entry = unscaled.find(key_of(parameter.grad()));
+    GRADUS_CHECK(kComponent, entry != unscaled.end() && !entry->second.mixed,
+                 "gradient of parameter '", name,
+                 "' must not change after its unscale but by clipping: a loss was scaled since "
+                 "then, and its backward may have added gradients that are still scaled. Unscale "
+                 "once a window, after the last backward; to abandon this iteration, zero the "
+                 "gradients and call load_state(state())");
+  }
 }
 
 void GradScaler::Impl::unscale(const optim::Optimizer& optimizer, Record& record) {
@@ -141,14 +175,17 @@ void GradScaler::Impl::unscale(const optim::Optimizer& optimizer, Record& record
                " must have a gradient: run backward on the scaled loss first");
   check_gradients(candidates);
   begin_check(record);
-  std::vector<at::Tensor> fresh;   // To be divided.
-  std::vector<at::Tensor> shared;  // Divided by another optimizer's unscale: only looked at.
+  record.losses = losses;
+  std::unordered_set<const void*> seen;  // Parameters may share one gradient tensor.
+  std::vector<at::Tensor> fresh;         // To be divided.
+  std::vector<at::Tensor> shared;        // Divided by another optimizer's unscale: only looked at.
   std::vector<const Record*> shared_with;
   for (const auto& candidate : candidates) {
     auto& gradient = candidate.parameter.mutable_grad();
     // Values of one index may overflow only when added up, so check the sums. (torch does this for
     // float16 only.)
     if (gradient.is_sparse() && !gradient.is_coalesced()) gradient = gradient.coalesce();
+    if (!seen.insert(key_of(gradient)).second) continue;
     const auto values = gradient.is_sparse() ? gradient._values() : gradient;
     const auto entry = unscaled.find(key_of(gradient));
     if (entry == unscaled.end()) {
@@ -209,25 +246,14 @@ bool GradScaler::Impl::finish_step(optim::Optimizer& optimizer, Record& record, 
   const bool stepped = !skip && !optimizer.step().skipped;
   record.stage = Stage::stepped;
   any_stepped = true;
-  count(record, !stepped);
+  record.skips.count(!stepped, options.skip_window);
   return stepped;
 }
 
-void GradScaler::Impl::count(Record& record, bool skipped) {
-  const auto window = static_cast<std::size_t>(options.skip_window);
-  const auto place = static_cast<std::size_t>(record.counts.steps) % window;
-  if (record.recent.size() <= place) record.recent.resize(place + 1);
-  record.recent[place] = skipped;
-  ++record.counts.steps;
-  if (skipped) ++record.counts.skipped;
-}
-
 void GradScaler::Impl::warn_if_due(Record& record) {
-  if (record.warned || record.counts.steps < options.skip_window) return;
-  const auto skips = std::ranges::count(record.recent, true);
+  if (!record.skips.due(options.skip_window, options.warn_skip_rate)) return;
+  const auto skips = record.skips.recent_skips();
   const auto rate = static_cast<double>(skips) / static_cast<double>(options.skip_window);
-  if (!(rate > options.warn_skip_rate)) return;
-  record.warned = true;
   SkipWarning warning{.optimizer = record.number, .rate = rate, .window = options.skip_window};
   warning.message =
       base::join("[", kComponent, "] ", name_of(record), " skipped ", skips, " of its last ",
@@ -273,6 +299,7 @@ void GradScaler::Impl::start_iteration() {
     record->stage = Stage::ready;
     record->found.clear();
     record->overflow.reset();
+    record->losses.reset();
   }
   unscaled.clear();
   replaced.clear();

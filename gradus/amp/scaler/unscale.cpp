@@ -2,8 +2,10 @@
 
 #include <cmath>
 #include <map>
+#include <unordered_set>
 #include <utility>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/add.h>
@@ -61,13 +63,19 @@ at::Tensor unscale_gradients(std::span<const at::Tensor> gradients, double scale
                    std::isfinite(static_cast<float>(1.0 / scale)),
                "the scale must be > 0, with an inverse in float32; got ", scale);
   std::vector<at::Tensor> defined;
+  std::unordered_set<const void*> seen;
   for (const auto& gradient : gradients) {
     if (!gradient.defined()) continue;
     GRADUS_CHECK(kComponent, gradient.layout() == at::kStrided,
                  "the gradients must be dense; got layout ", gradient.layout());
     GRADUS_CHECK(kComponent, at::isFloatingType(gradient.scalar_type()),
                  "the gradients must have a real floating dtype; got ", gradient.scalar_type());
-    defined.push_back(gradient);
+    GRADUS_CHECK(kComponent, at::has_internal_overlap(gradient) != at::MemOverlap::Yes,
+                 "the gradients must not be expanded tensors, whose elements share memory; got "
+                 "sizes ",
+                 gradient.sizes(), " with strides ", gradient.strides());
+    // One tensor given twice is divided once.
+    if (seen.insert(gradient.unsafeGetTensorImpl()).second) defined.push_back(gradient);
   }
   std::vector<at::Tensor> found;
   scaler::unscale_in_place(defined, scale, found);

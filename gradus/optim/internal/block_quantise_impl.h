@@ -123,7 +123,8 @@ inline void dequantise_block(const std::uint8_t* codes, float absmax, const Code
 inline float adam_value(float p, float g, float& mean, float& square, const AdamScalars& s) {
   const float gradient = s.sign * g + s.l2 * p;
   mean = s.beta1 * mean + s.rest1 * gradient;
-  square = s.beta2 * square + s.rest2 * (gradient * gradient);
+  // In this order, as torch's fused Adam: it overflows later.
+  square = s.beta2 * square + s.rest2 * gradient * gradient;
   const float root = std::sqrt(square) / s.root_correction + s.eps;
   return p * s.keep - s.step_size * (mean / root);
 }
@@ -142,6 +143,9 @@ inline void adam_block(float* p, const float* g, std::uint8_t* mean_codes, float
   dequantise_block(mean_codes, *mean_absmax, signed_map, mean);
   dequantise_block(square_codes, *square_absmax, unsigned_map, square);
   for (int i = 0; i < kBlock; ++i) p[i] = adam_value(p[i], g[i], mean[i], square[i], s);
+  // An infinite scale would make the whole block NaN. NaN stays: the comparison is false.
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  for (int i = 0; i < kBlock; ++i) square[i] = square[i] > kLargest ? kLargest : square[i];
   quantise_block(mean, signed_map, mean_codes, mean_absmax);
   quantise_block(square, unsigned_map, square_codes, square_absmax);
 }

@@ -14,8 +14,8 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry registry;
-  return registry;
+  static auto* const kept = new Registry;  // outlives optimizers of static storage
+  return *kept;
 }
 
 }  // namespace

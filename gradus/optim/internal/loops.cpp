@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>

@@ -2,14 +2,39 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 
+#include <gradus/plane/grad/grad_plane.h>
+
 namespace gradus::amp::internal {
 namespace {
 
-const void* memory_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
+c10::StorageImpl* memory_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+std::size_t hash_of(const c10::StorageImpl* storage) {
+  return (reinterpret_cast<std::uintptr_t>(storage) * 0x9E3779B97F4A7C15u) >> 52;  // of 4096
+}
+
+bool has_tangent(const at::TensorBase& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
+
+// Whether @p view is @p weight transposed. Gradients of a served view go past the view's own node.
+// A custom function's (a reversed gradient) must not be passed by, nor a part of a weight, which
+// torch::autograd::grad is asked for; and what hangs on a view between the two is not seen.
+bool is_transposed(const at::Tensor& view, const at::TensorBase& weight) {
+  if (view.retains_grad()) return false;
+  const plane::grad::NodeView node = plane::grad::gradient_edge(view).node;
+  const std::string name = node.name();
+  if (name != "TBackward0" && name != "TransposeBackward0" && name != "PermuteBackward0") {
+    return false;
+  }
+  const auto next = node.next();
+  return next.size() == 1 && next[0].node == plane::grad::gradient_edge(at::Tensor(weight)).node;
+}
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides();
@@ -39,6 +64,7 @@ bool CastCache::takes(const at::Tensor& tensor) {
   if (!tensor.has_storage() || tensor.is_inference() || tensor.layout() != at::kStrided) {
     return false;
   }
+  if (tensor.is_neg() || has_tangent(tensor)) return false;
   if (!tensor.is_view()) return tensor.is_leaf() && tensor.requires_grad();
   // A view made while nothing was recorded leads no gradient to its base.
   if (at::GradMode::is_enabled() && tensor.is_leaf()) return false;
@@ -46,19 +72,25 @@ bool CastCache::takes(const at::Tensor& tensor) {
   // Of another type (view_as_real) or another memory (swapped data), it is no view to be repeated.
   return base.is_leaf() && base.requires_grad() && base.has_storage() &&
          base.scalar_type() == tensor.scalar_type() && base.is_alias_of(tensor) &&
-         base.is_non_overlapping_and_dense();  // then a cast has its strides
+         base.is_non_overlapping_and_dense() &&  // then a cast has its strides
+         !base.is_neg() && !has_tangent(base) &&
+         (!at::GradMode::is_enabled() || is_transposed(tensor, base));
+}
+
+bool CastCache::Entry::is_of(const at::Tensor& now) const {
+  const auto& key = *now.unsafeGetTensorImpl();
+  return version == key.version_counter().current_version() &&
+         storage._unsafe_get_target() == memory_of(now) && data == now.storage().data() &&
+         offset == now.storage_offset() && now.sizes() == sizes && now.strides() == strides;
 }
 
 CastCache::Entry* CastCache::find(const at::Tensor& weight, at::ScalarType dtype, bool recorded,
                                   bool rounded) {
   const c10::TensorImpl* const key = weight.unsafeGetTensorImpl();
   auto& bucket = buckets_[(reinterpret_cast<std::uintptr_t>(key) >> 6) % buckets_.size()];
-  const void* const memory = memory_of(weight);
-  const std::uint32_t version = key->version_counter().current_version();
   // An entry whose weight changed or is gone serves nobody any more.
   size_ -= std::erase_if(bucket, [&](const Entry& entry) {
-    return (entry.weight._unsafe_get_target() == key &&
-            (entry.version != version || entry.storage != memory)) ||
+    return (entry.weight._unsafe_get_target() == key && !entry.is_of(weight)) ||
            entry.weight.use_count() == 0;
   });
   const auto found = std::find_if(bucket.begin(), bucket.end(), [&](const Entry& entry) {
@@ -89,8 +121,10 @@ Cast CastCache::get(const at::Tensor& tensor, at::ScalarType dtype, bool rounded
       buckets_[(reinterpret_cast<std::uintptr_t>(key) >> 6) % buckets_.size()].push_back(
           {c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
                weight.getIntrusivePtr()),
-           memory_of(weight), key->version_counter().current_version(), dtype, recorded, rounded,
-           cast});
+           weight.storage().getWeakStorageImpl(), weight.storage().data(), weight.storage_offset(),
+           c10::DimVector(weight.sizes()), c10::DimVector(weight.strides()),
+           key->version_counter().current_version(), dtype, recorded, rounded, cast});
+      storages_.set(hash_of(memory_of(weight)));
       ++size_;
     }
   }
@@ -98,10 +132,26 @@ Cast CastCache::get(const at::Tensor& tensor, at::ScalarType dtype, bool rounded
   return {same_view(cast.lower, weight, tensor), same_view(cast.rounded, weight, tensor)};
 }
 
+void CastCache::forget(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return;
+  const c10::StorageImpl* const storage = memory_of(tensor);
+  std::vector<Cast> dropped;  // graphs die outside the lock
+  const std::lock_guard lock(mutex_);
+  if (!storages_.test(hash_of(storage))) return;
+  for (auto& bucket : buckets_) {
+    size_ -= std::erase_if(bucket, [&](Entry& entry) {
+      if (entry.storage._unsafe_get_target() != storage) return false;
+      dropped.push_back(std::move(entry.cast));
+      return true;
+    });
+  }
+}
+
 void CastCache::clear() {
   std::vector<std::vector<Entry>> dropped(buckets_.size());  // graphs die outside the lock
   const std::lock_guard lock(mutex_);
   dropped.swap(buckets_);
+  storages_.reset();
   size_ = 0;
 }
 

@@ -1,12 +1,15 @@
 #pragma once
 
 #include <atomic>
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/DimVector.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -20,16 +23,22 @@ struct Cast {
 };
 
 /// Casts of weights, each made once while the weight stays as it is. Knows a weight by its tensor
-/// (held weakly), its version and its memory, so that none is served stale. Thread-safe.
+/// (held weakly), its version, its memory and its place in it, so that none is served stale.
+/// Thread-safe.
 class CastCache {
  public:
-  /// Whether @p tensor, or what it is a view of, is a weight that the cache may keep.
+  /// Whether @p tensor is a weight that the cache may keep, or one transposed, and nothing of its
+  /// own (a custom function's backward, a tangent, a kept gradient) would be lost.
   static bool takes(const at::Tensor& tensor);
 
   /// The cast of @p tensor, for which takes() holds: that of its base, and its view of that.
   /// @param make  Casts a whole weight.
   Cast get(const at::Tensor& tensor, at::ScalarType dtype, bool rounded,
            c10::function_ref<Cast(const at::Tensor&)> make);
+
+  /// An operator is about to write into @p tensor, perhaps without a new version of the weights in
+  /// its memory.
+  void forget(const at::Tensor& tensor);
 
   std::size_t size() const { return size_.load(std::memory_order_relaxed); }
   void clear();
@@ -39,18 +48,25 @@ class CastCache {
  private:
   struct Entry {
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight;
-    const void* storage = nullptr;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< Weakly: no address is used twice.
+    const void* data = nullptr;
+    std::int64_t offset = 0;
+    c10::DimVector sizes{};
+    c10::DimVector strides{};
     std::uint32_t version = 0;
     at::ScalarType dtype = at::ScalarType::Undefined;
     bool recorded = false;  ///< Made while gradients were recorded.
     bool rounded = false;
     Cast cast{};
+
+    bool is_of(const at::Tensor& now) const;
   };
 
   Entry* find(const at::Tensor& weight, at::ScalarType dtype, bool recorded, bool rounded);
 
   std::mutex mutex_;
   std::vector<std::vector<Entry>> buckets_{std::vector<std::vector<Entry>>(256)};
+  std::bitset<4096> storages_;  // by hash: of no entry's memory where it is false
   std::atomic<std::size_t> size_ = 0;
   bool closed_ = false;
 };

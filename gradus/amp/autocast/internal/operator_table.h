@@ -18,9 +18,9 @@ namespace gradus::amp::internal {
 /// What autocast has to know of one overload.
 struct OperatorRule {
   Policy policy = Policy::none;
-  std::int16_t dtype_argument = -1;  ///< Index of "dtype", of fp32_result.
-  std::int16_t saturated_argument =
-      -1;  ///< Index of a number written into a tensor in place, which must fit its type.
+  std::int16_t dtype_argument = -1;       ///< Index of "dtype", of fp32_result.
+  std::uint32_t saturated_arguments = 0;  ///< A bit for each number that must fit a tensor's type.
+  std::uint32_t kept_arguments = 0;       ///< A bit for each tensor that is never cast.
 };
 
 /// OperatorLists made ready for use at each operator: rules by the address of the schema, which is

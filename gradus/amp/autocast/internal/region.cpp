@@ -7,8 +7,11 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/_to_copy.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <c10/core/InferenceMode.h>
 
 #include <gradus/amp/autocast/internal/hints.h>
@@ -69,10 +72,11 @@ void for_each_tensor(c10::ArrayRef<c10::IValue> arguments, Visit&& visit) {
   }
 }
 
-// Replaces tensors for which @p change gives a defined one.
+// Replaces tensors for which @p change gives a defined one, but not those of the bits in @p kept.
 template <typename Change>
-void change_arguments(Call& call, Change&& change) {
+void change_arguments(Call& call, std::uint32_t kept, Change&& change) {
   for (std::size_t i = 0; i < call.arguments().size(); ++i) {
+    if (i < 32 && (kept >> i & 1u) != 0) continue;
     const c10::IValue& value = call.arguments()[i];
     if (value.isTensor()) {
       at::Tensor changed = change(value.toTensor());
@@ -94,6 +98,37 @@ at::Tensor to(const at::Tensor& tensor, at::ScalarType dtype) {
   return at::_to_copy(tensor, tensor.options().dtype(dtype));
 }
 
+// Arguments that are not cast (running statistics), for an operator that computes in float32: those
+// in a lower precision become float32, and what the operator writes into them is written back.
+class KeptArguments {
+ public:
+  KeptArguments(Call& call, std::uint32_t kept) {
+    for (std::size_t i = 0; kept >> i != 0; ++i) {
+      const c10::IValue& value = call.arguments()[i];
+      if ((kept >> i & 1u) == 0 || !value.isTensor()) continue;
+      const at::Tensor given = value.toTensor();
+      if (!given.defined() || !is_lower(given.scalar_type())) continue;
+      if (!own_) own_.emplace(call);
+      const at::Tensor wide = to(given, at::kFloat);
+      if (!given.requires_grad()) pairs_.emplace_back(given, wide);
+      call.set_argument(i, wide);
+    }
+    own_.reset();
+  }
+  void write_back(const Call& call) const {
+    if (pairs_.empty()) return;
+    const OwnOperators own(call);
+    const at::NoGradGuard no_grad;
+    for (const auto& [given, wide] : pairs_) {
+      if (!at::equal(to(given, at::kFloat), wide)) given.copy_(wide);
+    }
+  }
+
+ private:
+  std::optional<OwnOperators> own_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+};
+
 void refuse(const Call& call, const DeviceSetting& setting) {
   const bool cross_entropy = call.name() == "aten::binary_cross_entropy";
   throw UserError(base::join(
@@ -105,21 +140,54 @@ void refuse(const Call& call, const DeviceSetting& setting) {
           : "Call it in an AutocastGuard({.enabled = false}), or give it another policy."));
 }
 
+// Whether what @p call makes, or writes, is float16: all its tensors of floating point are, those
+// that only hold a number (@p numbers) aside.
+bool makes_half(const Call& call, std::uint32_t numbers) {
+  bool any = false;
+  for (std::size_t i = 0; i < call.arguments().size(); ++i) {
+    const c10::IValue& value = call.arguments()[i];
+    if ((numbers >> i & 1u) != 0 || !value.isTensor() || !value.toTensor().defined()) continue;
+    const at::ScalarType type = value.toTensor().scalar_type();
+    if (type == at::kHalf) {
+      any = true;
+    } else if (at::isFloatingType(type) || at::isComplexType(type)) {
+      return false;
+    }
+  }
+  if (!any) return false;
+  const auto dtype = call.schema().argumentIndexWithName("dtype");
+  if (!dtype || !call.arguments()[*dtype].isInt()) return true;
+  return call.arguments()[*dtype].toInt() == static_cast<std::int64_t>(at::kHalf);
+}
+
 // A finite number that does not fit a tensor of its type becomes the largest that does. Infinities
 // stay.
 void saturate(Call& call, const OperatorRule& rule) {
-  const auto index = static_cast<std::size_t>(rule.saturated_argument);
-  const c10::IValue& target = call.arguments()[0];
-  const c10::IValue& number = call.arguments()[index];
-  if (!target.isTensor() || target.toTensor().scalar_type() != at::kHalf || !number.isScalar()) {
-    return;
-  }
+  if (!makes_half(call, rule.saturated_arguments)) return;
   constexpr double kLargest = 65504.0;
-  const at::Scalar scalar = number.toScalar();
-  if (scalar.isComplex()) return;
-  const double value = scalar.toDouble();
-  if (std::isfinite(value) && std::abs(value) > kLargest) {
-    call.set_argument(index, at::Scalar(value > 0 ? kLargest : -kLargest));
+  for (std::size_t i = 0; i < call.arguments().size(); ++i) {
+    if ((rule.saturated_arguments >> i & 1u) == 0) continue;
+    const c10::IValue& number = call.arguments()[i];
+    at::Tensor held;
+    if (number.isTensor()) {
+      held = number.toTensor();
+      if (!held.defined() || held.dim() != 0 || !held.is_cpu() || held.requires_grad() ||
+          !at::isFloatingType(held.scalar_type())) {
+        continue;
+      }
+    } else if (!number.isScalar()) {
+      continue;
+    }
+    const at::Scalar scalar = held.defined() ? held.item() : number.toScalar();
+    if (scalar.isComplex()) continue;
+    const double value = scalar.toDouble();
+    if (!std::isfinite(value) || std::abs(value) <= kLargest) continue;
+    const at::Scalar largest(value > 0 ? kLargest : -kLargest);
+    if (held.defined()) {
+      call.set_argument(i, at::full({}, largest, held.options()));
+    } else {
+      call.set_argument(i, largest);
+    }
   }
 }
 
@@ -155,6 +223,7 @@ bool Region::decide(Call& call) {
     if (pass >= 0 && cache_->size() > 0) cache_->clear();
     return false;
   }
+  if (cache_->size() > 0 && call.schema().is_mutable()) forget_written(call);
   for (const DeviceSetting* const setting : enabled_) {
     const OperatorRule* const rule = setting->table->find(call.schema());
     if (rule == nullptr) continue;
@@ -166,7 +235,7 @@ bool Region::decide(Call& call) {
     }
     // What kernels call is theirs. In inference mode nothing is above autograd.
     if (frame == Frame::below_autograd && !c10::InferenceMode::is_enabled()) return false;
-    if (rule->saturated_argument >= 0) {
+    if (rule->saturated_arguments != 0) {
       saturate(call, *rule);
       return false;
     }
@@ -182,25 +251,37 @@ bool Region::decide(Call& call) {
         if (settings_->hint_shapes) note_shape(call, setting->dtype);
         if (setting->rounded ||
             (setting->rounded_recurrent && call.name() == "aten::mkldnn_rnn_layer")) {
-          compute_rounded(call, *setting);
+          compute_rounded(call, *setting, *rule);
         } else {
-          lower(call, *setting);
+          lower(call, *setting, *rule);
         }
         return true;
       case Policy::fp32:
-        raise(call, *setting);
+        raise(call, *setting, *rule);
         return true;
       case Policy::fp32_result:
         raise_result(call, *setting, rule->dtype_argument);
         return true;
       case Policy::widest:
-        widen(call, *setting);
+        widen(call, *setting, *rule);
         return true;
       case Policy::banned:
         refuse(call, *setting);
     }
   }
   return false;
+}
+
+// Not every write leaves a version in the weight: through weight.data(), or a flat buffer, it
+// leaves none.
+void Region::forget_written(const Call& call) {
+  const auto& schema = call.schema().arguments();
+  const auto arguments = call.arguments();
+  for (std::size_t i = 0; i < arguments.size() && i < schema.size(); ++i) {
+    if (schema[i].alias_info() == nullptr || !schema[i].alias_info()->isWrite()) continue;
+    for_each_tensor(arguments.slice(i, 1),
+                    [&](const at::Tensor& tensor) { cache_->forget(tensor); });
+  }
 }
 
 // What a listed operator calls runs in the types it is given.
@@ -222,10 +303,10 @@ Cast Region::cast(const at::Tensor& tensor, at::ScalarType dtype, bool rounded) 
   return make(tensor);
 }
 
-void Region::lower(Call& call, const DeviceSetting& setting) {
+void Region::lower(Call& call, const DeviceSetting& setting, const OperatorRule& rule) {
   {
     std::optional<OwnOperators> own;
-    change_arguments(call, [&](const at::Tensor& tensor) {
+    change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
       if (!eligible(tensor, setting.device) || tensor.scalar_type() == setting.dtype) {
         return at::Tensor();
       }
@@ -236,30 +317,39 @@ void Region::lower(Call& call, const DeviceSetting& setting) {
   proceed_nested(call);
 }
 
-void Region::compute_rounded(Call& call, const DeviceSetting& setting) {
+void Region::compute_rounded(Call& call, const DeviceSetting& setting, const OperatorRule& rule) {
   RoundedOperator operation(setting.dtype);
   {
     const OwnOperators own(call);
-    change_arguments(call, [&](const at::Tensor& tensor) {
+    change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
       if (!eligible(tensor, setting.device)) return at::Tensor();
       Cast values = cast(tensor, setting.dtype, /*rounded=*/true);
       operation.add(values.rounded, values.lower);
       return values.rounded;
     });
   }
+  const KeptArguments kept(call, rule.kept_arguments);
   proceed_nested(call);
+  kept.write_back(call);
   const OwnOperators own(call);
   for (std::size_t i = 0; i < call.results().size(); ++i) {
     const c10::IValue& result = call.results()[i];
+    if (is_tensor_list(result)) {
+      std::vector<at::Tensor> tensors = result.toTensorVector();
+      for (at::Tensor& tensor : tensors)
+        if (eligible(tensor, setting.device)) tensor = to(tensor, setting.dtype);
+      call.set_result(i, c10::List<at::Tensor>(std::move(tensors)));
+      continue;
+    }
     if (!result.isTensor() || !eligible(result.toTensor(), setting.device)) continue;
     call.set_result(i, to(result.toTensor(), setting.dtype));
   }
 }
 
-void Region::raise(Call& call, const DeviceSetting& setting) {
+void Region::raise(Call& call, const DeviceSetting& setting, const OperatorRule& rule) {
   {
     std::optional<OwnOperators> own;
-    change_arguments(call, [&](const at::Tensor& tensor) {
+    change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
       if (!eligible(tensor, setting.device) || tensor.scalar_type() == at::kFloat) {
         return at::Tensor();
       }
@@ -267,7 +357,9 @@ void Region::raise(Call& call, const DeviceSetting& setting) {
       return to(tensor, at::kFloat);
     });
   }
+  const KeptArguments kept(call, rule.kept_arguments);
   proceed_nested(call);
+  kept.write_back(call);
 }
 
 void Region::raise_result(Call& call, const DeviceSetting& setting, int dtype_argument) {
@@ -280,7 +372,7 @@ void Region::raise_result(Call& call, const DeviceSetting& setting, int dtype_ar
   proceed_nested(call);
 }
 
-void Region::widen(Call& call, const DeviceSetting& setting) {
+void Region::widen(Call& call, const DeviceSetting& setting, const OperatorRule& rule) {
   at::ScalarType widest = setting.dtype;
   for_each_tensor(call.arguments(), [&](const at::Tensor& tensor) {
     // float16 and bfloat16 have no common type below float32.
@@ -290,7 +382,7 @@ void Region::widen(Call& call, const DeviceSetting& setting) {
   });
   {
     std::optional<OwnOperators> own;
-    change_arguments(call, [&](const at::Tensor& tensor) {
+    change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
       if (!eligible(tensor, setting.device) || tensor.scalar_type() == widest) return at::Tensor();
       if (!own) own.emplace(call);
       return to(tensor, widest);

@@ -27,12 +27,14 @@ class Region final : public plane::op::Handler {
 
  private:
   bool decide(plane::op::Call& call);
+  void forget_written(const plane::op::Call& call);
   void proceed_nested(plane::op::Call& call);
-  void lower(plane::op::Call& call, const DeviceSetting& setting);
-  void compute_rounded(plane::op::Call& call, const DeviceSetting& setting);
-  void raise(plane::op::Call& call, const DeviceSetting& setting);
+  void lower(plane::op::Call& call, const DeviceSetting& setting, const OperatorRule& rule);
+  void compute_rounded(plane::op::Call& call, const DeviceSetting& setting,
+                       const OperatorRule& rule);
+  void raise(plane::op::Call& call, const DeviceSetting& setting, const OperatorRule& rule);
   void raise_result(plane::op::Call& call, const DeviceSetting& setting, int dtype_argument);
-  void widen(plane::op::Call& call, const DeviceSetting& setting);
+  void widen(plane::op::Call& call, const DeviceSetting& setting, const OperatorRule& rule);
   Cast cast(const at::Tensor& tensor, at::ScalarType dtype, bool rounded);
 
   const std::shared_ptr<const Settings> settings_;

@@ -10,11 +10,14 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 
 #include <gradus/amp/autocast/operator_lists.h>
 #include <gradus/amp/levels/internal/align.h>
 #include <gradus/amp/levels/levels.h>
 #include <gradus/amp/levels/rounding.h>
+#include <gradus/amp/scaler/internal/skip_rate.h>
 
 namespace gradus::amp {
 
@@ -47,7 +50,7 @@ struct OptimizerRecord {
   std::optional<StillScaled> still_scaled = std::nullopt;
   /// Unscaled gradients set aside while scaled ones are made: parameter and gradient.
   std::vector<std::pair<at::Tensor, at::Tensor>> aside = {};
-  StepCounts counts = {};
+  scaler::SkipRate skips = {};
 
   void bring_back_aside();
   /// Drops scaled gradients, and takes back what was set aside.
@@ -59,7 +62,17 @@ struct LossRecord {
   GradScaler scaler;
   /// Overflows of gradients that were unscaled but not judged (delay_overflow_check).
   std::vector<at::Tensor> found = {};
+  /// Whose they are, one each.
   std::vector<std::shared_ptr<OptimizerRecord>> unjudged = {};
+
+  void forget(const OptimizerRecord& record);
+};
+
+/// A gradient that the backward of a ScaledLoss wrote whose optimizers do not step on it: it is
+/// scaled, or a sum of scaled and unscaled parts.
+struct StrayGradient {
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> gradient;
+  std::size_t loss_id = 0;
 };
 
 struct Amp::Impl {
@@ -73,6 +86,7 @@ struct Amp::Impl {
   /// Where the model is cast: what runs in its dtype, and the handler of internal/align.h.
   std::optional<OperatorLists> products;
   std::shared_ptr<plane::op::Handler> align;
+  std::unordered_map<const void*, StrayGradient> strays;  // By parameter.
   RoundingStream rounding;
   std::exception_ptr thrown_at_end;  // By a ScaledLoss whose destructor ended it.
 
@@ -88,6 +102,9 @@ struct Amp::Impl {
 
   std::shared_ptr<OptimizerRecord> record_of(const optim::Optimizer& optimizer);
   std::vector<Weight> weights_of(const optim::Optimizer& optimizer) const;
+  void check_unfrozen(const Weight& weight) const;
+  void check_no_stray(const Weight& weight);
+  void warn_if_due(OptimizerRecord& record) const;
   void throw_pending();
   void report(const std::string& line) const {
     if (options.report) options.report(line);

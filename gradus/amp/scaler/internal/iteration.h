@@ -13,6 +13,7 @@
 
 #include <gradus/amp/scaler/grad_scaler.h>
 #include <gradus/amp/scaler/internal/loss_scale.h>
+#include <gradus/amp/scaler/internal/skip_rate.h>
 
 namespace gradus::amp {
 namespace scaler {
@@ -31,10 +32,10 @@ struct Record {
   Stage stage = Stage::ready;
   std::vector<at::Tensor> found = {};  // Not yet read: non-zero where a gradient was not finite.
   std::optional<bool> overflow = std::nullopt;  // Read, and reduced.
+  // Losses scaled until its unscale; none where the caller unscaled it.
+  std::optional<std::uint64_t> losses = std::nullopt;
 
-  StepCounts counts = {};
-  std::vector<bool> recent = {};  // Ring of the last skip_window steps: was it skipped?
-  bool warned = false;
+  SkipRate skips = {};
 };
 
 /// A gradient and what it was when it was written down.
@@ -44,6 +45,10 @@ struct Gradient {
   double scale = 1.0;
   const Record* record = nullptr;  // Whose unscale divided it.
   std::uint64_t losses = 0;        // Losses scaled until then.
+  // Its version when a loss was scaled after its unscale: what changes it from there until the
+  // scaler's next call may be that loss's backward, and not clipping.
+  std::optional<std::int64_t> before_backward = std::nullopt;
+  bool mixed = false;  // It did change.
 };
 
 /// A parameter's gradient about to be unscaled.
@@ -68,10 +73,11 @@ struct GradScaler::Impl {
   void check_may_unscale(const Record& record) const;
   void check_gradients(const std::vector<Candidate>& candidates) const;
   void begin_check(Record& record);
+  void note_backward();
+  void check_not_mixed(const optim::Optimizer& optimizer, const Record& record) const;
   void unscale(const optim::Optimizer& optimizer, Record& record);
   void resolve(const std::vector<Record*>& records);
   bool finish_step(optim::Optimizer& optimizer, Record& record, bool skip);
-  void count(Record& record, bool skipped);
   void warn_if_due(Record& record);
   void note_pending(double old_scale);
   std::vector<Record*> checked_records();
