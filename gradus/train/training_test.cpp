@@ -438,7 +438,7 @@ TEST_F(TrainingTest, AnInterruptedStepThatOverflowedIsAbandonedWhole) {
     TrainConfig config = tiny(std::string("run-") + precision);
     config.train.precision = precision;
     config.train.loss_scale = "1e9";
-    EXPECT_TRUE(run(config, false, 1).interrupted);
+    EXPECT_TRUE(run(config, false, 3).interrupted);
     EXPECT_EQ(find_training_state(config.train.out).newest->run.step, 1);
     EXPECT_EQ(run(config, true).steps, 8);
   }
