@@ -175,8 +175,9 @@ def describe(row: Row, seed: int) -> tuple[dict, float, float, float]:
         predicted = f"predicted {row.predicted_ratio:.3f}, {row.predicted_peak / MIB:.1f}"
     say(
         f"{row.model:12s} {row.budget_of:26s} {row.budget / MIB:7.1f} MiB: ours {mine:.3f} of plain "
-        f"(peak {row.peak / MIB:.1f}; {predicted}), theirs {other:.3f} ({row.mode}); ratio {median:.3f} [{low:.3f}, {high:.3f}], "
-        f"absolute {absolute:.3f}" + (f"; NOT VALID: {row.fault}" if row.fault else "")
+        f"(peak {row.peak / MIB:.1f}; {predicted}), theirs {other:.3f} ({row.mode}); "
+        f"ratio {median:.3f} [{low:.3f}, {high:.3f}], absolute {absolute:.3f}"
+        + (f"; NOT VALID: {row.fault}" if row.fault else "")
     )
     entry = {"model": row.model, "budget_of": row.budget_of, "budget": row.budget, "peak": row.peak, "mode": row.mode}
     entry |= {"predicted_ratio": row.predicted_ratio, "predicted_peak": row.predicted_peak}

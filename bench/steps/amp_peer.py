@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-import time
 import warnings
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from peer_protocol import add_common_arguments, serve  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 1024, 256, 4, 4
@@ -123,22 +122,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=["gpt", "cnn"])
     parser.add_argument("--mode", choices=["fp32", "bf16", "fp16"], default="bf16")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    add_common_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     training = Training(arguments.model, arguments.mode, arguments.seed)
-    ready = {"ready": "amp", "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps(ready), flush=True)
-    for line in sys.stdin:
-        if line != "step\n":
-            print(f"[bench] requests are 'step'; got {line!r}", file=sys.stderr)
-            return 1
-        start, cpu_start = time.perf_counter(), time.process_time()
-        loss = training.step()
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss}), flush=True)
-    return 0
+    return serve("amp", training.step)
 
 
 if __name__ == "__main__":

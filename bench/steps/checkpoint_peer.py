@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -19,6 +17,7 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import torch  # noqa: E402
 from memory_models import MODELS, Block, MemoryModel, State  # noqa: E402
+from peer_protocol import add_common_arguments, serve  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy,
@@ -141,25 +140,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--mode", choices=list(MODES), required=True)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    add_common_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     training = Training(arguments.model, arguments.mode, arguments.seed)
     name = f"{arguments.model} {arguments.mode}"
-    print(json.dumps({"ready": name, "torch": torch.__version__, "threads": torch.get_num_threads()}), flush=True)
-    for line in sys.stdin:
-        if line == "peak\n":
-            print(json.dumps(training.peak()), flush=True)
-            continue
-        if line != "step\n":
-            print(f"[bench] requests are 'step' and 'peak'; got {line!r}", file=sys.stderr)
-            return 1
-        start, cpu_start = time.perf_counter(), time.process_time()
-        loss = training.step()
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss}), flush=True)
-    return 0
+    return serve(name, training.step, {"peak": training.peak})
 
 
 if __name__ == "__main__":

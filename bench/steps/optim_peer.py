@@ -5,14 +5,13 @@ describes.
 """
 
 import argparse
-import json
 import sys
-import time
 import warnings
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import torch  # noqa: E402
+from peer_protocol import add_common_arguments, serve  # noqa: E402
 
 WIDTH, VOCABULARY, CONTEXT, LAYERS = 512, 8192, 1024, 5
 
@@ -42,8 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=["optim"])
     parser.add_argument("--mode", choices=["adamw", "adam", "adafactor", "sgd"], required=True)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    add_common_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(arguments.seed)
@@ -52,22 +50,16 @@ def main() -> int:
         parameters.append(torch.randn(shape, generator=generator).mul_(0.02).requires_grad_())
         parameters[-1].grad = torch.randn(shape, generator=generator).mul_(1e-3)
     optimizer = make_optimizer(arguments.mode, parameters)
-    print(json.dumps({"ready": "optim", "torch": torch.__version__, "threads": torch.get_num_threads()}), flush=True)
-    for line in sys.stdin:
-        if line == "state\n":
-            tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-            print(json.dumps({"state_bytes": sum(t.untyped_storage().nbytes() for t in tensors)}), flush=True)
-            continue
-        if line != "step\n":
-            print(f"[bench] requests are 'step' and 'state'; got {line!r}", file=sys.stderr)
-            return 1
-        start, cpu_start = time.perf_counter(), time.process_time()
-        optimizer.step()
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        with torch.no_grad():
-            loss = sum(abs(p.view(-1)[0].item()) for p in parameters)
-        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss}), flush=True)
-    return 0
+
+    def state() -> dict[str, int]:
+        tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        return {"state_bytes": sum(t.untyped_storage().nbytes() for t in tensors)}
+
+    @torch.no_grad()
+    def loss() -> float:
+        return sum(abs(p.view(-1)[0].item()) for p in parameters)
+
+    return serve("optim", optimizer.step, {"state": state}, loss)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ peer.py gpt-step|mlp-step [--threads N] [--seed N] speaks the protocol that benc
 """
 
 import argparse
-import json
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from peer_protocol import add_common_arguments, serve  # noqa: E402
 from torch import nn  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "parity"))
@@ -70,23 +69,12 @@ def mlp_step(generator: torch.Generator) -> Step:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=["gpt-step", "mlp-step"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    add_common_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(arguments.seed)
     step = {"gpt-step": gpt_step, "mlp-step": mlp_step}[arguments.name](generator)
-    ready = {"ready": arguments.name, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps(ready), flush=True)
-    for line in sys.stdin:
-        if line != "step\n":
-            print(f"[bench] requests are 'step'; got {line!r}", file=sys.stderr)
-            return 1
-        start, cpu_start = time.perf_counter(), time.process_time()
-        loss = step()
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss}), flush=True)
-    return 0
+    return serve(arguments.name, step)
 
 
 if __name__ == "__main__":

@@ -180,6 +180,12 @@ std::vector<std::string> Optimizer::option_names() const {
   return result;
 }
 
+std::vector<at::Tensor> Optimizer::parameters() const {
+  std::vector<at::Tensor> result;
+  for (const auto& slot : slots_) result.push_back(slot.parameter);
+  return result;
+}
+
 std::vector<std::string> Optimizer::parameter_names() const {
   std::vector<std::string> result;
   for (const auto& slot : slots_) result.push_back(slot.name);

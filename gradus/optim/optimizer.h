@@ -122,6 +122,9 @@ class Optimizer {
   /// torch.optim's order where torch has the optimizer.
   std::vector<NamedOption> hyperparameters(std::size_t group) const;
 
+  /// All parameters, in the order of the groups.
+  std::vector<at::Tensor> parameters() const;
+
   /// The name of each parameter, in the order of the groups: as given, or its running index.
   std::vector<std::string> parameter_names() const;
 

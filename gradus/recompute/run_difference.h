@@ -1,16 +1,13 @@
 #pragma once
 
-// For this module's tests: a step run plainly and with checkpoints, compared bit by bit; errors.
+// For this module's tests: a step run plainly and with checkpoints, compared bit by bit.
 
-#include <functional>
 #include <string>
 #include <vector>
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/rand.h>
-
-#include <gradus/base/error.h>
 
 namespace gradus::recompute {
 

@@ -16,6 +16,8 @@
 
 #include <gradus/base/error.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::solve {
 namespace {
 
@@ -275,15 +277,6 @@ TEST(ChainTest, TakesFewerSlotsToKeepTheTableInItsBound) {
   EXPECT_THROW(ChainPlanner(chain, 20'000'000, {.max_table_bytes = 10'000}), UserError);
 }
 
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(ChainTest, TheSimulatorCountsAPlanByHand) {
   Chain chain;
   chain.input_bytes = 10;
@@ -318,7 +311,7 @@ TEST(ChainTest, TheSimulatorRefusesWhatCannotRun) {
   std::mt19937_64 random(6);
   const Chain chain = random_chain(random, 3);
   const auto refuses = [&](const ChainSequence& sequence) {
-    return error_of([&] { simulate(sequence, chain); });
+    return tests::message_of([&] { simulate(sequence, chain); });
   };
   EXPECT_THAT(refuses({{Kind::forward_save, 1}}), ::testing::HasSubstr("its input must be in"));
   EXPECT_THAT(refuses({{Kind::forward_save, 0}, {Kind::forward_keep, 0}}),
@@ -345,9 +338,10 @@ TEST(ChainTest, TheSimulatorRefusesWhatCannotRun) {
 }
 
 TEST(ChainTest, RefusesInvalidChainsAndLimits) {
-  EXPECT_THAT(error_of([] { ChainPlanner({}, 1); }), ::testing::HasSubstr("at least one stage"));
+  EXPECT_THAT(tests::message_of([] { ChainPlanner({}, 1); }),
+              ::testing::HasSubstr("at least one stage"));
   const auto refuses = [](const ChainStage& stage) {
-    return error_of([&] { ChainPlanner({.stages = {stage}}, 100); });
+    return tests::message_of([&] { ChainPlanner({.stages = {stage}}, 100); });
   };
   EXPECT_THAT(refuses({.forward_ms = NAN}), ::testing::HasSubstr("finite"));
   EXPECT_THAT(refuses({.output_bytes = 3, .saved_bytes = 2}),
@@ -355,7 +349,8 @@ TEST(ChainTest, RefusesInvalidChainsAndLimits) {
   EXPECT_THAT(refuses({.output_bytes = -1}), ::testing::HasSubstr("negative one in stage 0"));
   EXPECT_THAT(refuses({.backward_transient_bytes = -1}), ::testing::HasSubstr("-1 < -0"));
   const ChainPlanner planner({.stages = {{.output_bytes = 4, .saved_bytes = 4}}}, 100);
-  EXPECT_THAT(error_of([&] { planner.plan(101); }), ::testing::HasSubstr("at most 100 bytes"));
+  EXPECT_THAT(tests::message_of([&] { planner.plan(101); }),
+              ::testing::HasSubstr("at most 100 bytes"));
 }
 
 }  // namespace

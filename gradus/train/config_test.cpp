@@ -10,10 +10,13 @@
 
 #include <gradus/base/error.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::train {
 namespace {
 
 using testing::HasSubstr;
+using tests::message_of;
 
 class ConfigTest : public testing::Test {
  protected:
@@ -22,14 +25,6 @@ class ConfigTest : public testing::Test {
                       ("gradus_config_test_" + std::to_string(::getpid()) + ".toml");
     std::ofstream(path) << text;
     return path.string();
-  }
-  std::string error_of(const std::function<void()>& fn) {
-    try {
-      fn();
-    } catch (const UserError& error) {
-      return error.what();
-    }
-    return "no error";
   }
 };
 
@@ -75,37 +70,37 @@ TEST_F(ConfigTest, KeysAndFlagsAreUnique) {
 
 TEST_F(ConfigTest, AWholeNumberIsANumberButNotTheReverse) {
   EXPECT_EQ(load_config(write("[optimizer]\nlr = 1\n")).optimizer.lr, 1.0);
-  EXPECT_THAT(error_of([&] { load_config(write("[train]\n\nsteps = 2.5\n")); }),
+  EXPECT_THAT(message_of([&] { load_config(write("[train]\n\nsteps = 2.5\n")); }),
               HasSubstr(":3: train.steps must be a whole number; got 2.5"));
-  EXPECT_THAT(error_of([&] { load_config(write("[model]\nbias = \"yes\"\n")); }),
+  EXPECT_THAT(message_of([&] { load_config(write("[model]\nbias = \"yes\"\n")); }),
               HasSubstr("model.bias must be true or false"));
 }
 
 TEST_F(ConfigTest, AnUnknownKeyIsRefusedWithTheNearestOne) {
-  EXPECT_THAT(error_of([&] { load_config(write("[model]\nlayer = 2\n")); }),
+  EXPECT_THAT(message_of([&] { load_config(write("[model]\nlayer = 2\n")); }),
               HasSubstr(":2: unknown key 'model.layer'; did you mean 'model.layers'?"));
-  EXPECT_THAT(error_of([&] { load_config(write("steps = 2\n")); }),
+  EXPECT_THAT(message_of([&] { load_config(write("steps = 2\n")); }),
               HasSubstr("unknown key 'steps'"));
 }
 
 TEST_F(ConfigTest, BadTomlAndAMissingFileAreOneClearError) {
-  EXPECT_THAT(error_of([&] { load_config(write("[model\n")); }), HasSubstr(":1: "));
-  EXPECT_THAT(error_of([&] { load_config("/nowhere/x.toml"); }),
+  EXPECT_THAT(message_of([&] { load_config(write("[model\n")); }), HasSubstr(":1: "));
+  EXPECT_THAT(message_of([&] { load_config("/nowhere/x.toml"); }),
               HasSubstr("'/nowhere/x.toml' is not one"));
 }
 
 TEST_F(ConfigTest, FlagsAreCheckedByType) {
   TrainConfig config;
-  EXPECT_THAT(error_of([&] { set_key(config, key("train.steps"), "12x"); }),
+  EXPECT_THAT(message_of([&] { set_key(config, key("train.steps"), "12x"); }),
               HasSubstr("--steps must be a whole number; got '12x'"));
-  EXPECT_THAT(error_of([&] { set_key(config, key("optimizer.lr"), "fast"); }),
+  EXPECT_THAT(message_of([&] { set_key(config, key("optimizer.lr"), "fast"); }),
               HasSubstr("--lr must be a number"));
-  EXPECT_THAT(error_of([&] { set_key(config, key("model.bias"), "1"); }),
+  EXPECT_THAT(message_of([&] { set_key(config, key("model.bias"), "1"); }),
               HasSubstr("true or false"));
 }
 
 TEST_F(ConfigTest, ValidateNamesTheKeyTheRequirementAndTheValue) {
-  EXPECT_EQ(error_of([] { validate(TrainConfig{}); }), "no error");
+  EXPECT_EQ(message_of([] { validate(TrainConfig{}); }), "no UserError");
   const std::vector<std::tuple<const char*, const char*, const char*>> cases{
       {"model.heads", "5", "width"},
       {"train.steps", "0", "train.steps must be at least 1; got 0"},
@@ -138,17 +133,17 @@ TEST_F(ConfigTest, ValidateNamesTheKeyTheRequirementAndTheValue) {
   TrainConfig both;
   both.train.accumulate = 2;
   both.memory.plan = "micro-batch=4,recompute=0";
-  EXPECT_THAT(error_of([&] { validate(both); }), HasSubstr("must not both say"));
+  EXPECT_THAT(message_of([&] { validate(both); }), HasSubstr("must not both say"));
   TrainConfig without_form;
   without_form.memory.optimizer_state = "8bit";
-  EXPECT_EQ(error_of([&] { validate(without_form); }), "no error");
+  EXPECT_EQ(message_of([&] { validate(without_form); }), "no UserError");
   without_form.optimizer.kind = "lamb";
-  EXPECT_THAT(error_of([&] { validate(without_form); }), HasSubstr("optimizer.kind lamb"));
+  EXPECT_THAT(message_of([&] { validate(without_form); }), HasSubstr("optimizer.kind lamb"));
   for (const auto& [path, value, expected] : cases) {
     SCOPED_TRACE(std::string(path) + " = " + value);
     TrainConfig config;
     set_key(config, key(path), value);
-    EXPECT_THAT(error_of([&] { validate(config); }), HasSubstr(expected));
+    EXPECT_THAT(message_of([&] { validate(config); }), HasSubstr(expected));
   }
 }
 

@@ -6,7 +6,8 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <torch/nn/module.h>
 
-#include <gradus/base/error.h>
+#include <gradus/accumulate/window.h>
+#include <gradus/amp/levels/levels.h>
 #include <gradus/recompute/checkpoint.h>
 
 namespace gradus::train {
@@ -45,6 +46,18 @@ at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT
   const at::Tensor logits_BTV =
       at::isReducedFloatingType(head_BTV.scalar_type()) ? head_BTV.to(at::kFloat) : head_BTV;
   return at::cross_entropy_loss(logits_BTV.flatten(0, 1), targets_BT.flatten());
+}
+
+void language_model_backward(models::GptImpl& gpt, amp::Amp& amp, optim::Optimizer& optimizer,
+                             accumulate::GradientWindow& window, const at::Tensor& inputs_BT,
+                             const at::Tensor& targets_BT, std::int64_t recomputed, bool judge) {
+  const at::Tensor loss = [&] {
+    const amp::Region region = amp.region();
+    return language_model_loss(gpt, inputs_BT, targets_BT, recomputed);
+  }();
+  amp::ScaledLoss scaled(amp, loss, {&optimizer}, {.delay_overflow_check = !judge});
+  window.backward(loss, static_cast<double>(inputs_BT.numel()));
+  scaled.finish();
 }
 
 double evaluate(models::GptImpl& gpt, data::BatchStream& stream, std::int64_t sequences,

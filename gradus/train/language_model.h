@@ -14,6 +14,15 @@
 namespace torch::nn {
 class Module;
 }  // namespace torch::nn
+namespace gradus::accumulate {
+class GradientWindow;
+}
+namespace gradus::amp {
+class Amp;
+}
+namespace gradus::optim {
+class Optimizer;
+}
 
 namespace gradus::train {
 
@@ -30,6 +39,16 @@ std::vector<std::pair<std::string, at::Tensor>> named_tensors(const torch::nn::M
 /// the first @p recomputed blocks for backward but their inputs.
 at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT,
                                const at::Tensor& targets_BT, std::int64_t recomputed);
+
+/// Forward and backward of one micro-batch in what @p amp computes in: the trainer's steps and the
+/// trials that they are planned from go through here.
+///
+/// @param window     Takes the gradients; weighted by the tokens.
+/// @param judge      The window's gradients are complete: the loss scale may be changed by what was
+/// found in them. False leaves that to a later micro-batch.
+void language_model_backward(models::GptImpl& gpt, amp::Amp& amp, optim::Optimizer& optimizer,
+                             accumulate::GradientWindow& window, const at::Tensor& inputs_BT,
+                             const at::Tensor& targets_BT, std::int64_t recomputed, bool judge);
 
 /// The mean loss of @p sequences sequences of @p stream from its start, in evaluation mode, at most
 /// @p micro_batch at a time. Leaves stream, mode and random state as they were.

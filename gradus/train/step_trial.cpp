@@ -113,14 +113,9 @@ void StepTrials::micro_batch(accumulate::GradientWindow& window, std::int64_t si
     return all.repeat({(size + all.size(0) - 1) / all.size(0), 1}).narrow(0, 0, size).to(device);
   };
   const at::Tensor inputs = take(batch_.inputs), targets = take(batch_.targets);
-  const at::Tensor loss = [&] {
-    const amp::Region region = amp_.region();
-    return language_model_loss(*gpt_, inputs, targets, 0);
-  }();
   // Never judged: a trial moves no loss scale.
-  amp::ScaledLoss scaled(amp_, loss, {probe_.get()}, {.delay_overflow_check = true});
-  window.backward(loss, static_cast<double>(inputs.numel()));
-  scaled.finish();
+  language_model_backward(*gpt_, amp_, *probe_, window, inputs, targets, /*recomputed=*/0,
+                          /*judge=*/false);
 }
 
 void StepTrials::optimizer_step() {

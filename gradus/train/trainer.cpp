@@ -395,15 +395,8 @@ std::optional<accumulate::WindowResult> Run::accumulate_batch(const data::Batch&
     const at::Tensor inputs = batch.inputs.narrow(0, begin, size).to(device_);
     const at::Tensor targets = batch.targets.narrow(0, begin, size).to(device_);
     begin += size;
-    const at::Tensor loss = [&] {
-      const amp::Region region = amp_->region();
-      return language_model_loss(*gpt_, inputs, targets, state_.plan.recomputed);
-    }();
-    // The window's gradients are judged together, and the scale is changed behind them.
-    amp::ScaledLoss scaled(*amp_, loss, {optimizer_.get()},
-                           {.delay_overflow_check = i + 1 < count});
-    window_->backward(loss, static_cast<double>(inputs.numel()));
-    scaled.finish();
+    language_model_backward(*gpt_, *amp_, *optimizer_, *window_, inputs, targets,
+                            state_.plan.recomputed, /*judge=*/i + 1 == count);
     if (amp_->properties().casts_to_half()) {
       for (const at::Tensor& weight : amp_->master_params(*optimizer_))
         if (weight.grad().defined()) tracker_.attribute(weight.grad(), MemoryCategory::gradients);

@@ -1,21 +1,17 @@
 // Repeats under gradus's autocast what amp_autocast_parity.py ran under Python's: the same types,
 // and the same values where the same kernels ran.
 
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <string>
 
-#include <unistd.h>
-
 #include <gtest/gtest.h>
-#include <torch/serialize.h>
 #include <torch/torch.h>
 
 #include <gradus/amp/autocast/autocast.h>
+
+#include <tests/support/python_recording.h>
 
 namespace gradus::amp {
 namespace {
@@ -28,16 +24,8 @@ using Note = std::function<at::Tensor(const std::string&, at::Tensor)>;
 using Net = std::function<at::Tensor(Recording&, at::Tensor, const Note&)>;
 
 Recording record() {
-  const auto path = std::filesystem::temp_directory_path() /
-                    ("gradus_amp_autocast_parity_" + std::to_string(getpid()) + ".pt");
-  const auto command = std::string("'") + GRADUS_PARITY_PYTHON + "' '" + GRADUS_PARITY_SCRIPT +
-                       "' '" + path.string() + "'";
-  if (std::system(command.c_str()) != 0) throw std::runtime_error("failed: " + command);
-  std::ifstream file(path, std::ios::binary);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  std::filesystem::remove(path);
   Recording recording;
-  for (const auto& entry : torch::pickle_load(bytes).toGenericDict()) {
+  for (const auto& entry : tests::python_recording(GRADUS_PARITY_PYTHON, GRADUS_PARITY_SCRIPT)) {
     recording[entry.key().toStringRef()] = entry.value().toTensor();
   }
   return recording;

@@ -2,27 +2,23 @@
 // decisions and scales, and parameters to 1e-6.
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <sstream>
 #include <string>
 #include <unordered_map>
 
-#include <unistd.h>
-
 #include <gtest/gtest.h>
-#include <torch/serialize.h>
 #include <torch/torch.h>
 
 #include <gradus/amp/scaler/grad_scaler.h>
 #include <gradus/optim/adamw.h>
 #include <gradus/optim/clip.h>
 #include <gradus/optim/sgd.h>
+
+#include <tests/support/python_recording.h>
 
 namespace gradus::amp {
 namespace {
@@ -32,18 +28,6 @@ const std::vector<std::vector<std::int64_t>> kShapes = {{6, 4}, {6}, {3, 6}, {3}
 
 using Recording = c10::Dict<c10::IValue, c10::IValue>;
 using Words = std::istringstream;
-
-Recording record() {
-  const auto path = std::filesystem::temp_directory_path() /
-                    ("gradus_amp_scaler_parity_" + std::to_string(getpid()) + ".pt");
-  const auto command = std::string("'") + GRADUS_PARITY_PYTHON + "' '" + GRADUS_PARITY_SCRIPT +
-                       "' '" + path.string() + "'";
-  if (std::system(command.c_str()) != 0) throw std::runtime_error("failed: " + command);
-  std::ifstream file(path, std::ios::binary);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  std::filesystem::remove(path);
-  return torch::pickle_load(bytes).toGenericDict();
-}
 
 double number(Words& words) {
   std::string word;
@@ -236,7 +220,7 @@ TEST(AmpScalerParityTest, FiftyScriptsTakeTheDecisionsOfTorchAmp) {
     GTEST_SKIP() << "no Python interpreter at " << GRADUS_PARITY_PYTHON << ": run scripts/setup.sh";
   }
   at::set_num_threads(1);
-  const auto recording = record();
+  const auto recording = tests::python_recording(GRADUS_PARITY_PYTHON, GRADUS_PARITY_SCRIPT);
   std::int64_t skipped = 0;
   std::int64_t grown = 0;
   double worst = 0.0;

@@ -9,8 +9,8 @@ import math
 import sys
 
 import torch
+from optim_parity import run_case
 
-STEPS = 20
 SHAPES = [(70, 50), (11,), (6, 4, 3, 3), (1, 9), ()]
 CASES = {
     "adam": (torch.optim.Adam, {"lr": 1e-2}),
@@ -29,35 +29,12 @@ CASES = {
 }
 
 
-def run_case(name, optimizer_class, arguments, dtype, out):
-    generator = torch.Generator().manual_seed(7)
-    parameters = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in SHAPES]
-    for index, parameter in enumerate(parameters):
-        out[f"{name}/initial/{index}"] = parameter.detach().clone()
-    # The plain Python loop, not the kernels that the C++ side calls: an oracle of its own.
-    optimizer = optimizer_class(parameters, foreach=False, **arguments)
-    for step in range(STEPS):
-        for index, parameter in enumerate(parameters):
-            # The last parameter joins late: its step count differs.
-            parameter.grad = None
-            if index + 1 < len(parameters) or step >= 5:
-                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
-                out[f"{name}/gradient/{step}/{index}"] = parameter.grad.clone()
-        optimizer.step()
-    for index, parameter in enumerate(parameters):
-        out[f"{name}/final/{index}"] = parameter.detach().clone()
-    for index, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
-            if torch.is_tensor(value):
-                out[f"{name}/state/{index}.{key}"] = value.clone()
-
-
 def main():
     torch.set_num_threads(1)
     out = {}
     for name, (optimizer_class, arguments) in CASES.items():
-        run_case(f"{name}_float64", optimizer_class, arguments, torch.float64, out)
-        run_case(f"{name}_float32", optimizer_class, arguments, torch.float32, out)
+        run_case(f"{name}_float64", optimizer_class, arguments, torch.float64, SHAPES, out)
+        run_case(f"{name}_float32", optimizer_class, arguments, torch.float32, SHAPES, out)
     torch.save(out, sys.argv[1])
 
 

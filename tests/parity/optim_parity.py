@@ -27,13 +27,14 @@ CASES = {
 }
 
 
-def run_case(name, optimizer_class, arguments, dtype, clip, out):
+def run_case(name, optimizer_class, arguments, dtype, shapes, out, clip=False):
+    """Records one optimizer on parameters of `shapes`: also for optim_adafactor_parity.py."""
     generator = torch.Generator().manual_seed(7)
-    parameters = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in SHAPES]
+    parameters = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
     for index, parameter in enumerate(parameters):
         out[f"{name}/initial/{index}"] = parameter.detach().clone()
     # The plain Python loop, not the kernels that the C++ side calls: an oracle of its own.
-    optimizer = optimizer_class(parameters, foreach=False, fused=False, **arguments)
+    optimizer = optimizer_class(parameters, foreach=False, **arguments)
     for step in range(STEPS):
         for index, parameter in enumerate(parameters):
             # The last parameter joins late: its step count and its first momentum differ.
@@ -57,10 +58,11 @@ def main():
     torch.set_num_threads(1)
     out = {}
     for name, (optimizer_class, arguments) in CASES.items():
-        run_case(f"{name}_float64", optimizer_class, arguments, torch.float64, False, out)
-        run_case(f"{name}_float32", optimizer_class, arguments, torch.float32, False, out)
+        arguments = {"fused": False, **arguments}
+        run_case(f"{name}_float64", optimizer_class, arguments, torch.float64, SHAPES, out)
+        run_case(f"{name}_float32", optimizer_class, arguments, torch.float32, SHAPES, out)
     adamw, arguments = CASES["adamw"]
-    run_case("adamw_clipped_float64", adamw, arguments, torch.float64, True, out)
+    run_case("adamw_clipped_float64", adamw, {"fused": False, **arguments}, torch.float64, SHAPES, out, clip=True)
     torch.save(out, sys.argv[1])
 
 

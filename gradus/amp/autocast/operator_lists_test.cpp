@@ -10,19 +10,13 @@
 
 #include <gradus/base/error.h>
 
+#include <tests/support/message_of.h>
+
 namespace gradus::amp {
 namespace {
 
 using testing::HasSubstr;
-
-std::string error_of(const std::function<void()>& fn) {
-  try {
-    fn();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "";
-}
+using tests::message_of;
 
 TEST(OperatorListsTest, OfTorchAreThoseThatThisLibTorchRegisters) {
   for (const auto& [device, key] :
@@ -91,12 +85,12 @@ TEST(OperatorListsTest, ACopyKeepsWhatTheOriginalHad) {
 
 TEST(OperatorListsTest, RefusesUnknownNamesAndNamesNearOnes) {
   OperatorLists lists;
-  EXPECT_THAT(error_of([&] { lists.set("linearr", Policy::fp32); }),
+  EXPECT_THAT(message_of([&] { lists.set("linearr", Policy::fp32); }),
               testing::AllOf(HasSubstr("got 'linearr'"), HasSubstr("aten::linear")));
-  EXPECT_THAT(error_of([&] { lists.set("aten::sum.dimm", Policy::fp32); }),
+  EXPECT_THAT(message_of([&] { lists.set("aten::sum.dimm", Policy::fp32); }),
               HasSubstr("aten::sum.dim_IntList"));
-  EXPECT_THAT(error_of([&] { lists.policy("mylib::thing"); }), HasSubstr("once it is loaded"));
-  EXPECT_THAT(error_of([&] { lists.set("mm", Policy::fp32_result); }),
+  EXPECT_THAT(message_of([&] { lists.policy("mylib::thing"); }), HasSubstr("once it is loaded"));
+  EXPECT_THAT(message_of([&] { lists.set("mm", Policy::fp32_result); }),
               HasSubstr("aten::mm has none. Use fp32"));
   EXPECT_EQ(lists, OperatorLists());
 }

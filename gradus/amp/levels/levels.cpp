@@ -269,11 +269,7 @@ std::vector<optim::ParameterGroup> Amp::groups(std::vector<optim::ParameterGroup
 }
 
 std::vector<at::Tensor> Amp::master_params(const optim::Optimizer& optimizer) const {
-  std::vector<at::Tensor> result;
-  for (const auto& group : optimizer.groups()) {
-    result.insert(result.end(), group.parameters.begin(), group.parameters.end());
-  }
-  return result;
+  return optimizer.parameters();
 }
 
 Region Amp::region() const {

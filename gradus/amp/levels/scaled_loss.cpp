@@ -52,30 +52,24 @@ void OptimizerRecord::drop_scaled() {
 std::vector<Weight> Amp::Impl::weights_of(const optim::Optimizer& optimizer) const {
   std::vector<Weight> result;
   const auto names = optimizer.parameter_names();
-  for (const auto& group : optimizer.groups()) {
-    for (const auto& parameter : group.parameters) {
-      const auto target = by_target.find(parameter.unsafeGetTensorImpl());
-      if (target != by_target.end()) {
-        result.push_back(weights[target->second]);
-        continue;
-      }
-      const Weight* const weight = find(parameter);
-      GRADUS_CHECK(kComponent, weight == nullptr,
-                   "the optimizer must step on the float32 weights "
-                   "of '",
-                   weight->name, "', not on the model's ", parameter.scalar_type(),
-                   " ones: make it from amp.parameters(model) or amp.groups(groups)");
-      result.push_back({.name = names[result.size()], .parameter = parameter, .target = parameter});
+  for (const auto& parameter : optimizer.parameters()) {
+    const auto target = by_target.find(parameter.unsafeGetTensorImpl());
+    if (target != by_target.end()) {
+      result.push_back(weights[target->second]);
+      continue;
     }
+    const Weight* const weight = find(parameter);
+    GRADUS_CHECK(kComponent, weight == nullptr,
+                 "the optimizer must step on the float32 weights of '", weight->name,
+                 "', not on the model's ", parameter.scalar_type(),
+                 " ones: make it from amp.parameters(model) or amp.groups(groups)");
+    result.push_back({.name = names[result.size()], .parameter = parameter, .target = parameter});
   }
   return result;
 }
 
 std::shared_ptr<OptimizerRecord> Amp::Impl::record_of(const optim::Optimizer& optimizer) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.groups()) {
-    parameters.insert(parameters.end(), group.parameters.begin(), group.parameters.end());
-  }
+  auto parameters = optimizer.parameters();
   auto& record = records[&optimizer];
   // Other parameters: another optimizer, at the address of one that is gone.
   const bool same = record != nullptr && extends(parameters, record->parameters);

@@ -44,9 +44,7 @@ std::vector<Candidate> with_gradient(const optim::Optimizer& optimizer) {
 
 std::vector<WeakTensor> weak_parameters(const optim::Optimizer& optimizer) {
   std::vector<WeakTensor> result;
-  for (const auto& group : optimizer.groups()) {
-    for (const auto& parameter : group.parameters) result.push_back(weak(parameter));
-  }
+  for (const auto& parameter : optimizer.parameters()) result.push_back(weak(parameter));
   return result;
 }
 

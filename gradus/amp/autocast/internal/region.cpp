@@ -98,6 +98,18 @@ at::Tensor to(const at::Tensor& tensor, at::ScalarType dtype) {
   return at::_to_copy(tensor, tensor.options().dtype(dtype));
 }
 
+// Casts by @p make what autocast may cast and is not in @p dtype already.
+template <typename Make>
+void cast_arguments(Call& call, const DeviceSetting& setting, const OperatorRule& rule,
+                    at::ScalarType dtype, Make&& make) {
+  std::optional<OwnOperators> own;
+  change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
+    if (!eligible(tensor, setting.device) || tensor.scalar_type() == dtype) return at::Tensor();
+    if (!own) own.emplace(call);
+    return make(tensor);
+  });
+}
+
 // Arguments that are not cast (running statistics), for an operator that computes in float32: those
 // in a lower precision become float32, and what the operator writes into them is written back.
 class KeptArguments {
@@ -304,16 +316,9 @@ Cast Region::cast(const at::Tensor& tensor, at::ScalarType dtype, bool rounded) 
 }
 
 void Region::lower(Call& call, const DeviceSetting& setting, const OperatorRule& rule) {
-  {
-    std::optional<OwnOperators> own;
-    change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
-      if (!eligible(tensor, setting.device) || tensor.scalar_type() == setting.dtype) {
-        return at::Tensor();
-      }
-      if (!own) own.emplace(call);
-      return cast(tensor, setting.dtype, /*rounded=*/false).lower;
-    });
-  }
+  cast_arguments(call, setting, rule, setting.dtype, [&](const at::Tensor& tensor) {
+    return cast(tensor, setting.dtype, /*rounded=*/false).lower;
+  });
   proceed_nested(call);
 }
 
@@ -347,16 +352,8 @@ void Region::compute_rounded(Call& call, const DeviceSetting& setting, const Ope
 }
 
 void Region::raise(Call& call, const DeviceSetting& setting, const OperatorRule& rule) {
-  {
-    std::optional<OwnOperators> own;
-    change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
-      if (!eligible(tensor, setting.device) || tensor.scalar_type() == at::kFloat) {
-        return at::Tensor();
-      }
-      if (!own) own.emplace(call);
-      return to(tensor, at::kFloat);
-    });
-  }
+  cast_arguments(call, setting, rule, at::kFloat,
+                 [](const at::Tensor& tensor) { return to(tensor, at::kFloat); });
   const KeptArguments kept(call, rule.kept_arguments);
   proceed_nested(call);
   kept.write_back(call);
@@ -380,14 +377,8 @@ void Region::widen(Call& call, const DeviceSetting& setting, const OperatorRule&
       widest = at::kFloat;
     }
   });
-  {
-    std::optional<OwnOperators> own;
-    change_arguments(call, rule.kept_arguments, [&](const at::Tensor& tensor) {
-      if (!eligible(tensor, setting.device) || tensor.scalar_type() == widest) return at::Tensor();
-      if (!own) own.emplace(call);
-      return to(tensor, widest);
-    });
-  }
+  cast_arguments(call, setting, rule, widest,
+                 [widest](const at::Tensor& tensor) { return to(tensor, widest); });
   proceed_nested(call);
 }
 
