@@ -44,5 +44,6 @@ Program make_optim_step(const StepOptions& options);
 Program make_optim_training(const StepOptions& options);
 Program make_amp_step(const StepOptions& options);
 Program make_levels_step(const StepOptions& options);
+Program make_private_step(const StepOptions& options);
 
 }  // namespace gradus::bench

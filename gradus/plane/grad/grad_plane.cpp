@@ -5,6 +5,12 @@
 #include <unordered_map>
 #include <utility>
 
+#include <ATen/ExpandUtils.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/functorch/DynamicLayer.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/node.h>
@@ -12,19 +18,12 @@
 
 #include <gradus/base/error.h>
 #include <gradus/base/names.h>
+#include <gradus/plane/grad/internal/access.h>
 
 namespace gradus::plane::grad {
 
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-class Access {
- public:
-  static Node& node(const NodeView& view) {
-    GRADUS_CHECK("grad_plane", view.defined(), "a defined node is required; got an undefined one");
-    return *view.node_;
-  }
-};
 
 NodeView::NodeView(c10::intrusive_ptr<Node> node) : node_(std::move(node)) {}
 NodeView::NodeView(const NodeView&) = default;
@@ -51,6 +50,17 @@ at::Tensor NodeView::leaf() const {
   const auto* const accumulate =
       dynamic_cast<const torch::autograd::AccumulateGrad*>(&Access::node(*this));
   return accumulate == nullptr ? at::Tensor() : accumulate->variable;
+}
+
+std::vector<std::int64_t> NodeView::sizes(std::size_t output) const {
+  const Node& node = Access::node(*this);
+  if (output >= node.num_inputs() || node.input_metadata(output).was_default_constructed())
+    return {};
+  std::vector<std::int64_t> sizes;
+  for (const c10::SymInt& size : node.input_metadata(output).shape_as_dim_vector()) {
+    sizes.push_back(size.expect_int());
+  }
+  return sizes;
 }
 
 EdgeView gradient_edge(const at::Tensor& tensor) {
@@ -178,6 +188,12 @@ Hook before(const NodeView& node, std::function<void(std::vector<at::Tensor>&)> 
   return hold(std::move(state), node);
 }
 
+Hook on_reached(const NodeView& node, std::function<void(std::vector<at::Tensor>&)> fn) {
+  auto state = std::make_shared<BeforeHook::State>(std::move(fn));
+  Access::node(node).add_tensor_pre_hook(std::make_unique<BeforeHook>(state));
+  return hold(std::move(state), node);
+}
+
 Hook after(const NodeView& node,
            std::function<void(std::vector<at::Tensor>&, const std::vector<at::Tensor>&)> fn) {
   auto state = std::make_shared<AfterHook::State>(std::move(fn));
@@ -202,6 +218,188 @@ Hook on_accumulated(const at::Tensor& leaf, std::function<void(const at::Tensor&
   auto state = std::make_shared<AccumulatedHooks::State>(std::move(fn));
   hooks->add(state);
   return Hook(std::move(state));
+}
+
+namespace {
+
+torch::autograd::edge_list edges_of(const std::vector<EdgeView>& views) {
+  torch::autograd::edge_list edges;
+  edges.reserve(views.size());
+  for (const EdgeView& view : views) edges.push_back(Access::edge(view));
+  return edges;
+}
+
+// A vmap level of functorch while it lives.
+class VmapLevel {
+ public:
+  explicit VmapLevel(std::int64_t size)
+      : level_(at::functorch::initAndPushDynamicLayer(at::functorch::TransformType::Vmap,
+                                                      c10::SymInt(size),
+                                                      at::functorch::RandomnessType::Error)) {}
+  ~VmapLevel() { at::functorch::popDynamicLayerAndDeleteMetadata(); }
+  VmapLevel(const VmapLevel&) = delete;
+  VmapLevel& operator=(const VmapLevel&) = delete;
+
+  at::Tensor wrap(const at::Tensor& rows) const {
+    return at::functorch::makeBatched(rows, 0, level_);
+  }
+  /// The rows of a value of this level; one that does not depend on the row stands for all.
+  at::Tensor unwrap(const at::Tensor& value, std::int64_t rows) const {
+    if (!value.defined()) return value;
+    const auto* const batched = at::functorch::maybeGetBatchedImpl(value);
+    if (batched != nullptr && batched->level() == level_) {
+      return batched->value().movedim(batched->bdim(), 0);
+    }
+    std::vector<std::int64_t> sizes = value.sizes().vec();
+    sizes.insert(sizes.begin(), rows);
+    return value.unsqueeze(0).expand(sizes);
+  }
+
+ private:
+  std::int64_t level_;
+};
+
+std::int64_t row_count(const std::vector<at::Tensor>& rows) {
+  for (const at::Tensor& each : rows) {
+    if (each.defined()) return each.size(0);
+  }
+  return 0;
+}
+
+using Formula = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+
+std::vector<at::Tensor> rows_at_once(const Formula& formula, const std::vector<at::Tensor>& rows) {
+  const std::int64_t count = row_count(rows);
+  const VmapLevel level(count);
+  std::vector<at::Tensor> wrapped;
+  for (const at::Tensor& each : rows) {
+    wrapped.push_back(each.defined() ? level.wrap(each) : each);
+  }
+  std::vector<at::Tensor> given = formula(wrapped);
+  for (at::Tensor& each : given) each = level.unwrap(each, count);
+  return given;
+}
+
+std::vector<at::Tensor> rows_one_by_one(const Formula& formula,
+                                        const std::vector<at::Tensor>& rows) {
+  const std::int64_t count = row_count(rows);
+  std::vector<std::vector<at::Tensor>> given;
+  for (std::int64_t row = 0; row < count; ++row) {
+    std::vector<at::Tensor> chosen;
+    for (const at::Tensor& each : rows) {
+      chosen.push_back(each.defined() ? each.select(0, row) : each);
+    }
+    const std::vector<at::Tensor> one = formula(chosen);
+    given.resize(one.size());
+    for (std::size_t end = 0; end < one.size(); ++end) {
+      if (!one[end].defined()) continue;
+      const at::Tensor dense = one[end].is_sparse() ? one[end].to_dense() : one[end];
+      auto& all = given[end];
+      if (all.empty()) all.resize(static_cast<std::size_t>(count), at::zeros_like(dense));
+      all[static_cast<std::size_t>(row)] = dense;
+    }
+  }
+  std::vector<at::Tensor> results;
+  results.reserve(given.size());
+  for (const auto& all : given) results.push_back(all.empty() ? at::Tensor() : at::stack(all));
+  return results;
+}
+
+std::vector<at::Tensor> by_rows(const Formula& formula, const std::vector<at::Tensor>& rows) {
+  const at::NoGradGuard no_grad;
+  try {
+    return rows_at_once(formula, rows);
+  } catch (const c10::Error&) {
+    // A formula that vmap does not know, or that reads a value on the host: one by one is the same.
+    return rows_one_by_one(formula, rows);
+  }
+}
+
+}  // namespace
+
+std::vector<at::Tensor> backward_to(const std::vector<EdgeView>& from,
+                                    const std::vector<at::Tensor>& gradients,
+                                    const std::vector<EdgeView>& ends, bool keep_graph) {
+  GRADUS_CHECK("grad_plane", from.size() == gradients.size(),
+               "one gradient for each edge is required; got ", from.size(), " edges and ",
+               gradients.size(), " gradients");
+  if (from.empty() || ends.empty()) return std::vector<at::Tensor>(ends.size());
+  return torch::autograd::Engine::get_default_engine().execute(
+      edges_of(from), gradients, keep_graph, /*create_graph=*/false, /*accumulate_grad=*/false,
+      edges_of(ends));
+}
+
+namespace {
+
+// Calls a node's formula inside a pass of its own: within the pass of a caller's hook a formula
+// computes only what that pass needs.
+class Alone final : public Node {
+ public:
+  explicit Alone(Node& node) : node_(node) {}
+  variable_list apply(variable_list&& gradients) override {
+    given_ = node_(std::move(gradients));
+    return {};
+  }
+  variable_list take() { return std::move(given_); }
+
+ private:
+  Node& node_;
+  variable_list given_;
+};
+
+variable_list apply_alone(Node& node, const variable_list& gradients) {
+  auto alone = c10::make_intrusive<Alone>(node);
+  torch::autograd::edge_list roots;
+  variable_list values;
+  for (std::size_t output = 0; output < gradients.size(); ++output) {
+    if (!gradients[output].defined()) {
+      alone->add_input_metadata(Node::undefined_input());
+      continue;
+    }
+    alone->add_input_metadata(gradients[output]);
+    roots.emplace_back(alone, static_cast<std::uint32_t>(output));
+    values.push_back(gradients[output]);
+  }
+  torch::autograd::Engine::get_default_engine().execute(roots, values, /*keep_graph=*/true,
+                                                        /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true, {});
+  return alone->take();
+}
+
+}  // namespace
+
+std::vector<at::Tensor> apply_rows(const NodeView& node, const std::vector<at::Tensor>& rows) {
+  Node& found = Access::node(node);
+  GRADUS_CHECK("grad_plane", rows.size() == found.num_inputs() && row_count(rows) > 0,
+               "rows for each of ", found.num_inputs(), " outputs of ", found.name(),
+               " are required; got ", rows.size());
+  const Formula formula = [&](const std::vector<at::Tensor>& gradients) {
+    std::vector<at::Tensor> given = apply_alone(found, gradients);
+    // What the engine does with a gradient of an operand that was broadcast.
+    for (std::size_t edge = 0; edge < given.size(); ++edge) {
+      const auto& next = found.next_edge(edge);
+      if (!given[edge].defined() || !next.is_valid()) {
+        given[edge] = at::Tensor();
+        continue;
+      }
+      const auto sizes = NodeView(next.function).sizes(next.input_nr);
+      if (given[edge].sizes() != c10::IntArrayRef(sizes)) {
+        given[edge] = at::sum_to(given[edge], sizes);
+      }
+    }
+    return given;
+  };
+  return by_rows(formula, rows);
+}
+
+std::vector<at::Tensor> backward_rows(const EdgeView& from, const at::Tensor& rows,
+                                      const std::vector<EdgeView>& ends) {
+  if (ends.empty()) return {};
+  return by_rows(
+      [&](const std::vector<at::Tensor>& gradients) {
+        return backward_to({from}, gradients, ends, true);
+      },
+      {rows});
 }
 
 }  // namespace gradus::plane::grad

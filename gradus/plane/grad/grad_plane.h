@@ -45,6 +45,9 @@ class NodeView {
   std::vector<EdgeView> next() const;
   /// The leaf that an AccumulateGrad node adds to; undefined for any other node.
   at::Tensor leaf() const;
+  /// Shape of the forward operator's output number @p output; empty where the node does not know
+  /// it.
+  std::vector<std::int64_t> sizes(std::size_t output) const;
   /// Grows from node to node in the order of the forward pass, on each thread.
   std::uint64_t sequence_number() const;
   /// Equal for views of one node, and only for those while they live.
@@ -94,10 +97,35 @@ Hook after(
     const NodeView& node,
     std::function<void(std::vector<at::Tensor>& given, const std::vector<at::Tensor>& got)> fn);
 
+/// Calls @p fn with the gradients of the forward operator's outputs once backward has them, also
+/// where @p node itself need not run because backward ends there (backward_to). @p fn may replace
+/// them; where backward ends, an undefined one frees its memory at once.
+Hook on_reached(const NodeView& node, std::function<void(std::vector<at::Tensor>& gradients)> fn);
+
 /// Calls @p fn each time backward has added to the .grad of @p leaf. Any number of hooks on one
 /// tensor, in the order they were made; the hook stays through module->to(dtype). Not called by
 /// torch::autograd::grad, which does not touch .grad.
 /// @throws UserError if @p leaf is no leaf that wants a gradient.
 Hook on_accumulated(const at::Tensor& leaf, std::function<void(const at::Tensor& leaf)> fn);
+
+/// One backward pass from @p from, with @p gradients, that runs only what leads to @p ends and
+/// stops there: no gradient is computed that no end needs, and no .grad changes. Returns the
+/// gradient at each end, undefined where none arrived.
+/// @throws UserError if the counts of @p from and @p gradients differ.
+std::vector<at::Tensor> backward_to(const std::vector<EdgeView>& from,
+                                    const std::vector<at::Tensor>& gradients,
+                                    const std::vector<EdgeView>& ends, bool keep_graph);
+
+/// Runs the backward formula of @p node alone, hooks aside, for each row of @p rows: one tensor [R,
+/// *shape] for each output of the forward operator, undefined where no gradient comes. Returns [R,
+/// *shape of operand] for each edge of next(), undefined where there is none. One call under
+/// functorch's vmap where the formula allows it, else R calls.
+std::vector<at::Tensor> apply_rows(const NodeView& node, const std::vector<at::Tensor>& rows);
+
+/// backward_to() for each row of @p rows [R, *shape of from's output], on a graph that is kept.
+/// Returns [R, *shape] for each end, undefined where none arrived. One pass under functorch's vmap
+/// where every formula on the way allows it, else R passes.
+std::vector<at::Tensor> backward_rows(const EdgeView& from, const at::Tensor& rows,
+                                      const std::vector<EdgeView>& ends);
 
 }  // namespace gradus::plane::grad

@@ -1,0 +1,195 @@
+#include <algorithm>
+#include <cstddef>
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+
+#include <gradus/base/error.h>
+#include <gradus/persample/graph/internal/patches.h>
+
+namespace gradus::persample::internal {
+
+namespace {
+
+Triple last_three(const std::vector<std::int64_t>& values, std::int64_t missing) {
+  Triple result{missing, missing, missing};
+  std::copy(values.begin(), values.end(),
+            result.end() - static_cast<std::ptrdiff_t>(values.size()));
+  return result;
+}
+
+std::int64_t up_divided(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
+
+// The indices t in [0, extent) for which stride * t + offset lies in [0, size).
+struct Range {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+Range inside(std::int64_t stride, std::int64_t offset, std::int64_t size, std::int64_t extent) {
+  const std::int64_t begin =
+      offset >= 0 ? 0 : std::min(extent, up_divided(-offset, stride));
+  const std::int64_t end =
+      size <= offset ? 0 : std::min(extent, up_divided(size - offset, stride));
+  return {begin, std::max(begin, end)};
+}
+
+template <typename T>
+void gather_plane(const T* from, const Triple& sizes, const Triple& stride, const Triple& offset,
+                  const Triple& extents, T* to) {
+  const Range row = inside(stride[2], offset[2], sizes[2], extents[2]);
+  for (std::int64_t a = 0; a < extents[0]; ++a) {
+    const std::int64_t depth = stride[0] * a + offset[0];
+    for (std::int64_t b = 0; b < extents[1]; ++b, to += extents[2]) {
+      const std::int64_t height = stride[1] * b + offset[1];
+      if (depth < 0 || depth >= sizes[0] || height < 0 || height >= sizes[1]) {
+        std::fill(to, to + extents[2], T(0));
+        continue;
+      }
+      const T* const line = from + (depth * sizes[1] + height) * sizes[2] + offset[2];
+      for (std::int64_t c = 0; c < row.begin; ++c) to[c] = 0;
+      if (stride[2] == 1) {
+        for (std::int64_t c = row.begin; c < row.end; ++c) to[c] = line[c];
+      } else if (stride[2] == 2) {
+        for (std::int64_t c = row.begin; c < row.end; ++c) to[c] = line[2 * c];
+      } else {
+        for (std::int64_t c = row.begin; c < row.end; ++c) to[c] = line[stride[2] * c];
+      }
+      for (std::int64_t c = row.end; c < extents[2]; ++c) to[c] = 0;
+    }
+  }
+}
+
+// Lanes, because a sum of floats in order cannot use vector units.
+template <typename T>
+T dot(const T* left, const T* right, std::int64_t count) {
+  constexpr std::int64_t kLanes = 16;
+  T lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += left[i + lane] * right[i + lane];
+    }
+  }
+  T sum = 0;
+  for (; i < count; ++i) sum += left[i] * right[i];
+  for (const T lane : lanes) sum += lane;
+  return sum;
+}
+
+}  // namespace
+
+std::int64_t product_of(const Triple& values) { return values[0] * values[1] * values[2]; }
+
+Grid grid_of(const Correlation& correlation, const at::Tensor& wide, const at::Tensor& narrow) {
+  return {.kernel = last_three(correlation.kernel, 1),
+          .stride = last_three(correlation.stride, 1),
+          .padding = last_three(correlation.padding, 0),
+          .dilation = last_three(correlation.dilation, 1),
+          .wide = last_three(wide.sizes().slice(3).vec(), 1),
+          .narrow = last_three(narrow.sizes().slice(3).vec(), 1)};
+}
+
+at::Tensor gather_windows(const at::Tensor& values, const Triple& stride,
+                          const std::vector<Triple>& offsets, const Triple& extents) {
+  if (!values.is_cpu()) return gather_windows_by_operators(values, stride, offsets, extents);
+  const std::int64_t count = values.size(0);
+  const std::int64_t images = values.size(1);
+  const std::int64_t channels = values.size(2);
+  const auto windows = static_cast<std::int64_t>(offsets.size());
+  const Triple sizes = last_three(values.sizes().slice(3).vec(), 1);
+  const std::int64_t plane = product_of(extents);
+  at::Tensor result = at::empty({count, channels, windows, images, extents[0], extents[1], extents[2]},
+                                values.options());
+  // Images may lie in any order, each of them in the usual one.
+  const at::Tensor source =
+      values.select(0, 0).select(0, 0).is_contiguous() ? values : values.contiguous();
+  AT_DISPATCH_FLOATING_TYPES(values.scalar_type(), "gather_windows", [&] {
+    const auto* const from = source.const_data_ptr<scalar_t>();
+    auto* const to = result.mutable_data_ptr<scalar_t>();
+    const std::int64_t grain =
+        std::max<std::int64_t>(1, 16384 / std::max<std::int64_t>(1, windows * images * plane));
+    at::parallel_for(0, count * channels, grain, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t each = begin; each < end; ++each) {
+        scalar_t* place = to + each * windows * images * plane;
+        for (const Triple& offset : offsets) {
+          for (std::int64_t image = 0; image < images; ++image, place += plane) {
+            gather_plane(from + (each / channels) * source.stride(0) + image * source.stride(1) +
+                             (each % channels) * product_of(sizes),
+                         sizes, stride, offset, extents, place);
+          }
+        }
+      }
+    });
+  });
+  return result;
+}
+
+at::Tensor gather_windows_by_operators(const at::Tensor& values, const Triple& stride,
+                                       const std::vector<Triple>& offsets, const Triple& extents) {
+  const Triple sizes = last_three(values.sizes().slice(3).vec(), 1);
+  const at::Tensor source = values.reshape(
+      {values.size(0), values.size(1), values.size(2), sizes[0], sizes[1], sizes[2]});
+  std::vector<at::Tensor> windows;
+  for (const Triple& offset : offsets) {
+    // Padded, or cut, to what the window needs.
+    std::vector<std::int64_t> pad;
+    for (std::size_t dim = 3; dim-- > 0;) {
+      const std::int64_t last = stride[dim] * (extents[dim] - 1) + offset[dim];
+      pad.push_back(-offset[dim]);
+      pad.push_back(last - (sizes[dim] - 1));
+    }
+    at::Tensor window = source;
+    for (std::size_t dim = 0; dim < 3; ++dim) {
+      const std::size_t at = 2 * (2 - dim);
+      const auto tensor_dim = static_cast<std::int64_t>(dim) + 3;
+      // First zeros, then the cut: a window may lie wholly in the padding.
+      std::vector<std::int64_t> zeros(6, 0);
+      zeros[at] = std::max<std::int64_t>(pad[at], 0);
+      zeros[at + 1] = std::max<std::int64_t>(pad[at + 1], 0);
+      window = at::constant_pad_nd(window, zeros, 0);
+      const std::int64_t begin = std::max<std::int64_t>(-pad[at], 0);
+      window = window.slice(tensor_dim, begin, begin + stride[dim] * (extents[dim] - 1) + 1,
+                            stride[dim]);
+    }
+    windows.push_back(window.transpose(1, 2));  // [n, C, I, *extents]
+  }
+  return at::stack(windows, 2);
+}
+
+at::Tensor shifted_products(const at::Tensor& wide, const at::Tensor& narrow,
+                            const std::vector<std::int64_t>& shifts) {
+  const std::int64_t count = wide.size(0);
+  const std::int64_t positions = wide.size(1);
+  const std::int64_t steps = narrow.size(1);
+  at::Tensor result = at::empty({count}, wide.options().dtype(at::kDouble));
+  const at::Tensor left = wide.contiguous();
+  const at::Tensor right = narrow.contiguous();
+  AT_DISPATCH_FLOATING_TYPES(wide.scalar_type(), "shifted_products", [&] {
+    const auto* const wides = left.const_data_ptr<scalar_t>();
+    const auto* const narrows = right.const_data_ptr<scalar_t>();
+    auto* const sums = result.mutable_data_ptr<double>();
+    at::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t each = begin; each < end; ++each) {
+        const scalar_t* const square = wides + each * positions * positions;
+        double sum = 0;
+        for (std::int64_t t = 0; t < steps; ++t) {
+          const scalar_t* const row = narrows + (each * steps + t) * steps;
+          if (row[t] == 0) continue;  // padding: a product of a row with itself
+          for (const std::int64_t shift : shifts) {
+            const scalar_t* const shifted = square + (t + shift) * positions + shift;
+            // Both are symmetric: what is right of the diagonal counts twice.
+            sum += static_cast<double>(shifted[t]) * row[t] +
+                   2 * static_cast<double>(dot(shifted + t + 1, row + t + 1, steps - t - 1));
+          }
+        }
+        sums[each] = sum;
+      }
+    });
+  });
+  return result;
+}
+
+}  // namespace gradus::persample::internal
