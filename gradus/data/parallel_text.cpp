@@ -7,7 +7,6 @@
 #include <limits>
 #include <numeric>
 #include <set>
-#include <system_error>
 #include <unordered_set>
 #include <utility>
 
@@ -16,10 +15,8 @@
 
 #include <gradus/base/error.h>
 #include <gradus/data/internal/help_page.h>
+#include <gradus/data/internal/help_pages.h>
 #include <gradus/data/internal/shuffle.h>
-#include <gradus/data/internal/utf8.h>
-#include <gradus/state/atomic_file.h>
-#include <gradus/state/content_hash.h>
 
 namespace gradus::data {
 namespace {
@@ -28,41 +25,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kSourceLanguage = "en-US";
 constexpr const char* kTargetLanguage = "de";
-constexpr const char* kPackages = "libreoffice-help-en-us libreoffice-help-de";
-
-fs::path text_directory(const HelpPairOptions& options, const char* language) {
-  fs::path directory = fs::path(options.directory) / language / "text";
-  GRADUS_CHECK("data", fs::is_directory(directory), "help pages must be in '", directory.string(),
-               "'; there is no such directory",
-               options.directory == kLibreOfficeHelpDirectory
-                   ? base::join(". Install them: apt-get install ", kPackages)
-                   : std::string());
-  return directory;
-}
-
-/// Paths of the pages below @p directory, relative to it, sorted.
-std::vector<fs::path> page_paths(const fs::path& directory) {
-  std::vector<fs::path> paths;
-  std::error_code error;
-  fs::recursive_directory_iterator entry(directory, error);
-  for (; !error && entry != fs::recursive_directory_iterator(); entry.increment(error)) {
-    if (entry->is_regular_file() && entry->path().extension() == ".html")
-      paths.push_back(entry->path().lexically_relative(directory));
-  }
-  if (error) {
-    throw UserError(base::join("[data] cannot list '", directory.string(), "': ", error.message()));
-  }
-  std::sort(paths.begin(), paths.end());
-  return paths;
-}
-
-std::vector<HelpParagraph> read_page(const fs::path& path) {
-  const std::string html = state::read_file(path.string());
-  const std::size_t valid = internal::valid_utf8_bytes(html);
-  GRADUS_CHECK("data", valid == html.size(), "a help page must be UTF-8 text; '", path.string(),
-               "' is not at byte ", valid);
-  return parse_help_page(html, path.string());
-}
 
 bool wanted(const HelpParagraph& source, const HelpParagraph& target,
             const HelpPairOptions& options) {
@@ -102,17 +64,17 @@ std::vector<HelpParagraph> parse_help_page(std::string_view html, const std::str
 
 ParallelText load_help_pairs(const HelpPairOptions& options) {
   check_options(options);
-  const fs::path sources = text_directory(options, kSourceLanguage);
-  const fs::path targets = text_directory(options, kTargetLanguage);
+  const fs::path sources = internal::help_text_directory(options.directory, kSourceLanguage);
+  const fs::path targets = internal::help_text_directory(options.directory, kTargetLanguage);
   ParallelText text;
   std::set<std::pair<std::string, std::string>> seen;
-  for (const fs::path& path : page_paths(sources)) {
+  for (const fs::path& path : internal::help_page_paths(sources)) {
     if (!fs::is_regular_file(targets / path)) {
       ++text.unpaired_pages;
       continue;
     }
-    std::vector<HelpParagraph> source = read_page(sources / path);
-    std::vector<HelpParagraph> target = read_page(targets / path);
+    std::vector<HelpParagraph> source = internal::read_help_page(sources / path);
+    std::vector<HelpParagraph> target = internal::read_help_page(targets / path);
     if (source.size() != target.size()) {
       ++text.unpaired_pages;
       continue;
@@ -121,9 +83,7 @@ ParallelText load_help_pairs(const HelpPairOptions& options) {
     for (std::size_t i = 0; i < source.size(); ++i) {
       if (!wanted(source[i], target[i], options)) continue;
       if (!seen.emplace(source[i].text, target[i].text).second) continue;
-      // The upper bits of the hash as a number in [0, 1).
-      const double place =
-          static_cast<double>(state::content_hash(source[i].text) >> 11) * 0x1.0p-53;
+      const double place = internal::place_of(source[i].text);
       std::vector<TextPair>& part = place < options.test_ratio ? text.test
                                     : place < options.test_ratio + options.validation_ratio
                                         ? text.validation

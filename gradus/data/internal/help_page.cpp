@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <utility>
 
+#include <gradus/data/internal/utf8.h>
+
 namespace gradus::data::internal {
 namespace {
 
@@ -31,24 +33,6 @@ std::string_view attribute(std::string_view attributes, std::string_view name) {
     at = value;
   }
   return {};
-}
-
-void append_utf8(std::string& text, std::uint32_t code) {
-  if (code < 0x80) {
-    text += static_cast<char>(code);
-  } else if (code < 0x800) {
-    text += static_cast<char>(0xC0 | (code >> 6));
-    text += static_cast<char>(0x80 | (code & 0x3F));
-  } else if (code < 0x10000) {
-    text += static_cast<char>(0xE0 | (code >> 12));
-    text += static_cast<char>(0x80 | ((code >> 6) & 0x3F));
-    text += static_cast<char>(0x80 | (code & 0x3F));
-  } else {
-    text += static_cast<char>(0xF0 | (code >> 18));
-    text += static_cast<char>(0x80 | ((code >> 12) & 0x3F));
-    text += static_cast<char>(0x80 | ((code >> 6) & 0x3F));
-    text += static_cast<char>(0x80 | (code & 0x3F));
-  }
 }
 
 /// Appends what the reference "&name;" stands for; false if it is none that is known.

@@ -1,5 +1,9 @@
 #include <gradus/data/internal/utf8.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
 namespace gradus::data::internal {
 
 std::size_t utf8_character_bytes(std::string_view text) {
@@ -28,6 +32,44 @@ std::size_t valid_utf8_bytes(std::string_view text) {
     at += bytes;
   }
   return at;
+}
+
+std::u32string decode_utf8(std::string_view text) {
+  std::u32string characters;
+  characters.reserve(text.size());
+  while (!text.empty()) {
+    const std::size_t bytes = utf8_character_bytes(text);
+    // The payload bits of the first byte, by the length of the sequence.
+    constexpr std::array<std::uint8_t, 5> kLeadMask{0x00, 0x7F, 0x1F, 0x0F, 0x07};
+    char32_t character = 0xFFFD;
+    if (bytes > 0) {
+      character = static_cast<std::uint8_t>(text[0]) & kLeadMask[bytes];
+      for (std::size_t i = 1; i < bytes; ++i)
+        character = character << 6 | (static_cast<std::uint8_t>(text[i]) & 0x3FU);
+    }
+    characters.push_back(character);
+    text.remove_prefix(std::max<std::size_t>(bytes, 1));
+  }
+  return characters;
+}
+
+void append_utf8(std::string& text, char32_t character) {
+  const auto put = [&](char32_t byte) { text.push_back(static_cast<char>(byte)); };
+  if (character < 0x80) {
+    put(character);
+  } else if (character < 0x800) {
+    put(0xC0 | character >> 6);
+    put(0x80 | (character & 0x3F));
+  } else if (character < 0x10000) {
+    put(0xE0 | character >> 12);
+    put(0x80 | (character >> 6 & 0x3F));
+    put(0x80 | (character & 0x3F));
+  } else {
+    put(0xF0 | character >> 18);
+    put(0x80 | (character >> 12 & 0x3F));
+    put(0x80 | (character >> 6 & 0x3F));
+    put(0x80 | (character & 0x3F));
+  }
 }
 
 }  // namespace gradus::data::internal

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <string_view>
 
 namespace gradus::data::internal {
@@ -11,5 +12,11 @@ std::size_t utf8_character_bytes(std::string_view text);
 
 /// Offset of the first byte that is no UTF-8, or the size of @p text.
 std::size_t valid_utf8_bytes(std::string_view text);
+
+/// The characters of @p text; each byte that begins none gives U+FFFD.
+std::u32string decode_utf8(std::string_view text);
+
+/// Appends @p character, a code point up to U+10FFFF.
+void append_utf8(std::string& text, char32_t character);
 
 }  // namespace gradus::data::internal

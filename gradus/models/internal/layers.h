@@ -11,6 +11,7 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <c10/util/Exception.h>
@@ -69,6 +70,16 @@ void restart(Norm& norm, double weight = 1.0) {
 }
 
 inline double root_of_inverse(std::int64_t n) { return 1.0 / std::sqrt(static_cast<double>(n)); }
+
+// Weight, then bias, from U(-1/sqrt(inputs), 1/sqrt(inputs)); a convolution's inputs are its
+// channels times its window.
+template <typename Layer>
+void draw_uniform(Layer& layer, const std::optional<at::Generator>& generator) {
+  const at::NoGradGuard no_grad;
+  const double bound = root_of_inverse(layer.weight.numel() / layer.weight.size(0));
+  layer.weight.uniform_(-bound, bound, generator);
+  if (layer.bias.defined()) layer.bias.uniform_(-bound, bound, generator);
+}
 
 // The first count below 1 as a sentence, or "".
 inline std::string count_defect(

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -93,6 +94,36 @@ inline std::string out_of_reach(torch::nn::Module& module, const at::Tensor& los
     if (!reached) names += item.key() + " ";
   }
   return names;
+}
+
+// The largest difference between a loss's gradient and its central differences, relative to the
+// largest gradient, over @p entries entries of each parameter that is trained; for models in double
+// precision.
+inline double gradient_error(torch::nn::Module& module, const std::function<at::Tensor()>& loss,
+                             std::int64_t entries = 5) {
+  constexpr double kStep = 1e-5;
+  module.zero_grad();
+  loss().backward();
+  const at::NoGradGuard no_grad;
+  double error = 0, largest = 0;
+  for (auto& parameter : module.parameters()) {
+    if (!parameter.requires_grad()) continue;
+    const at::Tensor values = parameter.detach().flatten(), gradient = parameter.grad().flatten();
+    largest = std::max(largest, gradient.abs().max().item<double>());
+    for (std::int64_t i = 0; i < entries; ++i) {
+      const std::int64_t at =
+          torch::randint(values.numel(), {1}, torch::kLong).item<std::int64_t>();
+      const double value = values[at].item<double>();
+      const auto loss_at = [&](double moved) {
+        values[at] = moved;
+        return loss().item<double>();
+      };
+      const double difference = (loss_at(value + kStep) - loss_at(value - kStep)) / (2 * kStep);
+      values[at] = value;
+      error = std::max(error, std::abs(difference - gradient[at].item<double>()));
+    }
+  }
+  return error / largest;
 }
 
 // The loss after @p steps of Adam, in evaluation.

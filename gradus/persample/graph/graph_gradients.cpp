@@ -421,6 +421,7 @@ void GraphGradients::Table::settle(Entry& entry) {
   entry.arrived.clear();
   if (entry.term != nullptr) terms.push_back(std::move(entry.term));
   std::unique_ptr<Term> sum = sum_of(std::move(terms));
+  if (!options_.reproducible) sum->choose_by_measurement();
   if (dynamic_cast<FormedTerm*>(sum.get()) == nullptr && options_.keep != Keep::factors) {
     double formed_bytes = sum->form_bytes();
     const bool fits = formed_bytes <= options_.formed_bytes * static_cast<double>(sum->bytes());

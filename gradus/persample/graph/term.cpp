@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <gradus/base/error.h>
+#include <gradus/persample/graph/convolution_term.h>
 
 namespace gradus::persample {
 
@@ -106,6 +107,13 @@ ProductTerm joined(const std::vector<const ProductTerm*>& terms) {
     columns.push_back(term->columns());
   }
   return {at::cat(rows, 1), at::cat(columns, 1)};
+}
+
+// The images of several uses one after another, or null if these differ in shape.
+std::unique_ptr<Term> joined(const std::vector<const ConvolutionTerm*>& terms) {
+  auto sum = std::make_unique<ConvolutionTerm>(*terms.front());
+  for (std::size_t i = 1; i < terms.size() && sum != nullptr; ++i) sum = sum->joined(*terms[i]);
+  return sum;
 }
 
 LookupTerm joined(const std::vector<const LookupTerm*>& terms) {
@@ -329,6 +337,9 @@ std::unique_ptr<Term> sum_of(std::vector<std::unique_ptr<Term>> terms) {
   if (lookups.size() == terms.size()) return std::make_unique<LookupTerm>(joined(lookups));
   if (products.size() + lookups.size() == terms.size()) {
     return std::make_unique<TiedTerm>(joined(products), joined(lookups));
+  }
+  if (terms_of_kind<ConvolutionTerm>(terms).size() == terms.size()) {
+    if (auto joined_images = joined(terms_of_kind<ConvolutionTerm>(terms))) return joined_images;
   }
   at::Tensor total = terms.front()->form().clone();
   for (std::size_t i = 1; i < terms.size(); ++i) total += terms[i]->form();

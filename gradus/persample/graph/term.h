@@ -39,6 +39,10 @@ class Term {
   /// 512]".
   virtual std::string describe() const = 0;
 
+  /// Of several ways to compute the same, takes the one that is fastest where it runs; without this
+  /// call, the one of fewest counted operations.
+  virtual void choose_by_measurement() {}
+
   /// The gradient of the transposed matrix, or null if the term does not know how.
   virtual std::unique_ptr<Term> transposed() const;
   /// The same gradient in another shape of as many elements in the same order, or null.
