@@ -269,12 +269,14 @@ struct Training {
               .mean(1);
         },
         {inputs, targets});
-    const at::Tensor weights = (kMaxNorm / (table->norms() + 1e-6)).clamp_max(1.0);
+    // The mean, so that it needs no pass of its own over the gradients.
+    const auto examples = static_cast<double>(inputs.size(0));
+    const at::Tensor weights = (kMaxNorm / (table->norms() + 1e-6)).clamp_max(1.0) / examples;
     std::vector<at::Tensor> sums = table->weighted_sums(weights);
-    if (noise > 0) generator.add_gaussian_(sums, noise * kMaxNorm);
+    if (noise > 0) generator.add_gaussian_(sums, noise * kMaxNorm / examples);
     const auto parameters = table->parameters();
     for (std::size_t i = 0; i < sums.size(); ++i) {
-      parameters[i].tensor.mutable_grad() = sums[i].div_(static_cast<double>(inputs.size(0)));
+      parameters[i].tensor.mutable_grad() = sums[i];
     }
     optimizer->step();
     return losses.mean().item<double>();

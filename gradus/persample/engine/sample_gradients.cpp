@@ -14,6 +14,7 @@
 
 #include <gradus/accumulate/batch_norm.h>
 #include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>
 #include <gradus/base/rng.h>
 #include <gradus/persample/engine/internal/fixed_randomness.h>
@@ -32,6 +33,8 @@ constexpr double kNegligible = 1e-2;
 // Losses of examples that nothing changed may differ by this, relatively, by another order of sums.
 constexpr double kUnchanged = 1e-5;
 constexpr std::size_t kChangedExamples = 2;
+// Examples that vmap takes at once where memory is not tracked.
+constexpr std::int64_t kUntrackedChunk = 32;
 
 std::string join_names(const std::set<std::string>& names) {
   std::string all;
@@ -248,6 +251,10 @@ std::vector<at::Tensor> SampleGradients::State::by(Engine engine,
                                                    const LossFunction& loss,
                                                    const Batch& batch) const {
   if (engine == Engine::loop) return loop_gradients(parameters, loss, batch);
+  // Sizing passes by measured bytes would start the memory tracker in a program that has none.
+  if (base::MemoryTracker::installed() == nullptr) {
+    return vmap_gradients(parameters, loss, batch, {.chunk = kUntrackedChunk});
+  }
   return vmap_gradients(parameters, loss, batch, {.memory_bytes = options_.vmap_bytes});
 }
 

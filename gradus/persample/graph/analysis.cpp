@@ -13,6 +13,7 @@
 
 #include <gradus/base/error.h>
 #include <gradus/base/names.h>
+#include <gradus/plane/grad/operands.h>
 
 namespace gradus::persample {
 
@@ -259,6 +260,28 @@ std::string outsider(const Graph& graph, std::size_t from) {
   return "";
 }
 
+// By node: it arranges parameters anew and does nothing else. All examples share what it gives, even
+// where gradients look different: behind dead units, or in a table of which each example looks up
+// rows of its own, each part may get its gradient from one example.
+std::vector<bool> parameters_rearranged(const Graph& graph) {
+  static const std::set<std::string> parts{"SliceBackward0",  "SelectBackward0",
+                                           "SplitBackward0",  "SplitWithSizesBackward0",
+                                           "UnbindBackward0", "ChunkBackward0"};
+  std::vector<bool> found(graph.nodes.size(), false);
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    if (graph.parameter[i] >= 0) {
+      found[i] = true;
+      continue;
+    }
+    const grad::NodeView& node = graph.nodes[i];
+    const std::vector<grad::EdgeView> next = node.next();
+    found[i] = next.size() == 1 && next[0].node.defined() &&
+               found[graph.place.at(next[0].node.id())] &&
+               (grad::as_rearrangement(node) || parts.contains(node.name()));
+  }
+  return found;
+}
+
 void mix(std::uint64_t& hash, std::uint64_t value) {
   hash ^= value + 0x9e3779b97f4a7c15ULL + (hash << 6U) + (hash >> 2U);
 }
@@ -316,7 +339,9 @@ Graph read_graph(const at::Tensor& losses, const std::vector<at::Tensor>& parame
 Plan analyse(const Graph& graph) {
   Plan plan{.examples = graph.losses.size(0)};
   const Owners owners = probe(graph);
+  const std::vector<bool> rearranged = parameters_rearranged(graph);
   const auto owner_at = [&](std::size_t node, std::size_t output) {
+    if (rearranged[node]) return Owner{.kind = Owner::Kind::several, .certain = true};
     return output < owners[node].size() ? owners[node][output] : Owner{};
   };
   std::set<std::string> mixed;

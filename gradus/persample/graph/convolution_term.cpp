@@ -12,6 +12,7 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mm.h>
 
 #include <gradus/base/error.h>
 #include <gradus/persample/graph/internal/patches.h>
@@ -37,6 +38,10 @@ constexpr double kWrittenOnce = 20;    // the same by a convolution, from regist
 constexpr double kShifted = 4;         // a product of shifted Gram matrices
 constexpr double kCall = 4e6;          // a convolution
 constexpr double kProductCall = 3e4;   // one of a batch of products
+
+// Gram matrices of more positions than twice this are computed in blocks, without what symmetry
+// gives.
+constexpr std::int64_t kGramBlock = 64;
 
 constexpr std::int64_t kMeasuredExamples = 8;
 constexpr double kWorthMeasuring = 6;  // times the fewest counted operations
@@ -94,6 +99,24 @@ Positions positions_of(const Grid& grid) {
 
 Triple minus(const Triple& left, const Triple& right) {
   return {left[0] - right[0], left[1] - right[1], left[2] - right[2]};
+}
+
+// values^T values of [n, C, P], right of the diagonal at least.
+at::Tensor gram_of(const at::Tensor& values) {
+  const std::int64_t count = values.size(0);
+  const std::int64_t size = values.size(2);
+  if (size < 2 * kGramBlock) return at::bmm(values.transpose(1, 2), values);
+  at::Tensor result = at::empty({count, size, size}, values.options());
+  const std::int64_t block = std::max(kGramBlock, (size + 4) / 5);
+  for (std::int64_t each = 0; each < count; ++each) {
+    const at::Tensor one = values.select(0, each);
+    for (std::int64_t start = 0; start < size; start += block) {
+      const std::int64_t height = std::min(block, size - start);
+      at::Tensor rows = result.select(0, each).narrow(0, start, height).narrow(1, start, size - start);
+      at::mm_out(rows, one.narrow(1, start, height).t(), one.narrow(1, start, size - start));
+    }
+  }
+  return result;
 }
 
 bool is_identity(const Grid& grid) {
@@ -243,7 +266,7 @@ double ConvolutionTerm::operations(Norms way) const {
   const auto classes = static_cast<double>(positions_of(grid).shifts.size());
   const bool refused = !wide_.is_cpu() || all * all * element_size() > kOneExampleBytes;
   return (refused ? 1000 : 1) * count *
-         (2 * all * all * (wide * classes + narrow) +
+         ((all < 2.0 * kGramBlock ? 2 : 1.25) * all * all * (wide * classes + narrow) +
           kCopied * all * (wide * classes + narrow) +
           kShifted * (classes + taps / 2) * all * all * groups +
           3 * kProductCall * groups * classes);
@@ -379,9 +402,6 @@ at::Tensor ConvolutionTerm::position_norms(std::int64_t first, std::int64_t coun
   const Grid grid = internal::grid_of(correlation_, wide_, narrow_);
   const Positions positions = positions_of(grid);
   const std::int64_t groups = correlation_.groups;
-  const auto gram = [](const at::Tensor& values) {
-    return at::bmm(values.transpose(1, 2), values);
-  };
   const auto on_grid = [&](const at::Tensor& values, const Triple& stride, const Triple& offset) {
     return internal::gather_windows(widened(values.narrow(0, first, count)), stride, {offset},
                                     positions.extents)
@@ -389,10 +409,10 @@ at::Tensor ConvolutionTerm::position_norms(std::int64_t first, std::int64_t coun
   };
   at::Tensor narrow = on_grid(narrow_, {1, 1, 1}, {0, 0, 0});
   const std::int64_t steps = narrow.size(2) - positions.largest_shift;
-  narrow = gram(narrow.narrow(2, 0, steps));
+  narrow = gram_of(narrow.narrow(2, 0, steps));
   at::Tensor total;
   for (const auto& [remainder, shifts] : positions.shifts) {
-    const at::Tensor wide = gram(on_grid(wide_, grid.stride, minus(remainder, grid.padding)));
+    const at::Tensor wide = gram_of(on_grid(wide_, grid.stride, minus(remainder, grid.padding)));
     const at::Tensor part = internal::shifted_products(wide, narrow, shifts);
     total = total.defined() ? total + part : part;
   }
@@ -440,6 +460,7 @@ at::Tensor ConvolutionTerm::weighted_sum(const at::Tensor& weights) const {
   };
   return gradient_of(images(scale_wide ? wide * scale : wide),
                      images(scale_wide ? narrow : narrow * scale))
+      .contiguous()
       .view(sizes_);
 }
 

@@ -62,21 +62,20 @@ void gather_plane(const T* from, const Triple& sizes, const Triple& stride, cons
   }
 }
 
-// Lanes, because a sum of floats in order cannot use vector units.
+// Sums in lanes, because a sum of floats in order cannot use vector units.
+constexpr std::int64_t kLanes = 16;
+
 template <typename T>
-T dot(const T* left, const T* right, std::int64_t count) {
-  constexpr std::int64_t kLanes = 16;
-  T lanes[kLanes] = {};
+void add_products(const T* left, const T* right, std::int64_t count, T* lanes) {
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     for (std::int64_t lane = 0; lane < kLanes; ++lane) {
       lanes[lane] += left[i + lane] * right[i + lane];
     }
   }
-  T sum = 0;
-  for (; i < count; ++i) sum += left[i] * right[i];
-  for (const T lane : lanes) sum += lane;
-  return sum;
+  for (std::int64_t lane = 0; i + lane < count; ++lane) {
+    lanes[lane] += left[i + lane] * right[i + lane];
+  }
 }
 
 }  // namespace
@@ -178,12 +177,17 @@ at::Tensor shifted_products(const at::Tensor& wide, const at::Tensor& narrow,
         for (std::int64_t t = 0; t < steps; ++t) {
           const scalar_t* const row = narrows + (each * steps + t) * steps;
           if (row[t] == 0) continue;  // padding: a product of a row with itself
+          scalar_t lanes[kLanes] = {};
+          scalar_t diagonal = 0;
           for (const std::int64_t shift : shifts) {
             const scalar_t* const shifted = square + (t + shift) * positions + shift;
-            // Both are symmetric: what is right of the diagonal counts twice.
-            sum += static_cast<double>(shifted[t]) * row[t] +
-                   2 * static_cast<double>(dot(shifted + t + 1, row + t + 1, steps - t - 1));
+            diagonal += shifted[t] * row[t];
+            add_products(shifted + t + 1, row + t + 1, steps - t - 1, lanes);
           }
+          // Both are symmetric: what is right of the diagonal counts twice.
+          scalar_t right_of_it = 0;
+          for (const scalar_t lane : lanes) right_of_it += lane;
+          sum += static_cast<double>(diagonal) + 2 * static_cast<double>(right_of_it);
         }
         sums[each] = sum;
       }

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <random>
@@ -473,6 +474,29 @@ TEST_F(RecurrentTest, PackedSequencesOfAnyLengths) {
     } else {
       nn::RNN rnn(nn::RNNOptions(hidden, hidden).num_layers(layers).bidirectional(both));
       expect_packed_equals_loop(rnn, hidden, type, tolerance, sorted);
+    }
+  }
+}
+
+TEST_F(RecurrentTest, DeadUnitsAreNotTakenForAnOrderOfExamples) {
+  nn::RNN rnn(nn::RNNOptions(2, 2).nonlinearity(torch::kReLU).bias(false));
+  rnn->to(at::kDouble);
+  {
+    // Of two examples each wakes one unit, and gives all of that unit's row of the weights.
+    const torch::NoGradGuard no_grad;
+    rnn->named_parameters()["weight_ih_l0"].copy_(at::tensor({-1., 1., 1., -1.}).view({2, 2}));
+  }
+  const std::vector<Tensor> batches{at::tensor({1., 2., 2., 1.}, at::kDouble).view({1, 2, 2}),
+                                    at::tensor({2., 1., 1., 2.}, at::kDouble).view({1, 2, 2}),
+                                    at::tensor({1., 2., 1., 3.}, at::kDouble).view({1, 2, 2})};
+  GraphGradients table(named(*rnn));
+  for (const Tensor& x : batches) {
+    table.clear();
+    table.backward(run(rnn, {.x = x}));
+    for (std::int64_t b = 0; b < 2; ++b) {
+      const Tensor loss = run(rnn, Call{.x = x}.at(b)).sum();
+      const Tensor want = torch::autograd::grad({loss}, {rnn->parameters()[0]})[0];
+      EXPECT_LE(relative(table.gradients(0)[b], want), kDouble);
     }
   }
 }

@@ -32,6 +32,11 @@ at::Tensor fitted(const at::Tensor& wide, const at::Tensor& narrow, Correlation&
   return at::constant_pad_nd(wide, pad, 0);
 }
 
+// One value stands for all dimensions, as callers of at::conv2d may give it.
+std::vector<std::int64_t> for_each_dim(const std::vector<std::int64_t>& values, std::size_t dims) {
+  return values.size() == 1 ? std::vector<std::int64_t>(dims, values[0]) : values;
+}
+
 at::Tensor bias_gradients(const at::Tensor& gradient) {  // [B, I, O, *extents] to [B, O]
   std::vector<std::int64_t> summed{1};
   for (std::int64_t dim = 3; dim < gradient.dim(); ++dim) summed.push_back(dim);
@@ -63,10 +68,11 @@ std::optional<std::vector<OperandTerm>> convolution_rule(const NodeUse& use) {
       return std::nullopt;
     }
     const at::Tensor inputs = layout.by_example(input, 0);
+    const std::size_t dims = sizes.size() - 2;
     Correlation correlation{.kernel = {sizes.begin() + 2, sizes.end()},
-                            .stride = convolution->stride,
-                            .padding = convolution->padding,
-                            .dilation = convolution->dilation,
+                            .stride = for_each_dim(convolution->stride, dims),
+                            .padding = for_each_dim(convolution->padding, dims),
+                            .dilation = for_each_dim(convolution->dilation, dims),
                             .groups = convolution->groups};
     const at::Tensor& narrow = convolution->transposed ? inputs : gradients;
     const at::Tensor wide =
