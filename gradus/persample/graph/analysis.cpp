@@ -260,9 +260,9 @@ std::string outsider(const Graph& graph, std::size_t from) {
   return "";
 }
 
-// By node: it arranges parameters anew and does nothing else. All examples share what it gives, even
-// where gradients look different: behind dead units, or in a table of which each example looks up
-// rows of its own, each part may get its gradient from one example.
+// By node: it arranges parameters anew and does nothing else. All examples share what it gives,
+// even where gradients look different: behind dead units, or in a table of which each example looks
+// up rows of its own, each part may get its gradient from one example.
 std::vector<bool> parameters_rearranged(const Graph& graph) {
   static const std::set<std::string> parts{"SliceBackward0",  "SelectBackward0",
                                            "SplitBackward0",  "SplitWithSizesBackward0",

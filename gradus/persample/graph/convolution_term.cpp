@@ -25,7 +25,7 @@ using internal::Grid;
 using internal::Triple;
 
 // What is unfolded at once should stay in the cache of one core.
-constexpr double kPatchBytes = 512.0 * 1024;
+constexpr double kPatchBytes = 256.0 * 1024;
 constexpr double kGramBytes = 1024.0 * 1024;
 constexpr double kForgottenBytes = 4.0 * 1024 * 1024;
 // More than this for one example is refused where there is another way.

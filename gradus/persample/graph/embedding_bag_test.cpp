@@ -29,9 +29,7 @@ struct Bags {
   std::vector<std::vector<double>> weights{};
   std::int64_t per_example = 1;
 
-  std::int64_t examples() const {
-    return static_cast<std::int64_t>(rows.size()) / per_example;
-  }
+  std::int64_t examples() const { return static_cast<std::int64_t>(rows.size()) / per_example; }
   Bags at(std::int64_t example) const {
     Bags one{.per_example = per_example};
     for (std::int64_t i = example * per_example; i < (example + 1) * per_example; ++i) {
@@ -90,7 +88,8 @@ void expect_by_rule(const std::vector<NamedParameter>& parameters, const Tensor&
 }
 
 TEST_F(EmbeddingBagTest, SumsMeansAndMaximaOfGivenBags) {  // P10
-  const Bags bags{.rows = {{1, 2, 4}, {5, 4}, {3, 2, 0}}, .weights = {{1, 1, 1}, {1, 1}, {1, 1, 1}}};
+  const Bags bags{.rows = {{1, 2, 4}, {5, 4}, {3, 2, 0}},
+                  .weights = {{1, 1, 1}, {1, 1}, {1, 1, 1}}};
   for (const int mode : {0, 1, 2}) {
     nn::EmbeddingBag table(options_for(mode));
     table->to(at::kDouble);
@@ -182,7 +181,8 @@ TEST_F(EmbeddingBagTest, WeightsOfIndicesThatAreLearnedThemselves) {
     const Tensor weights = importance.index_select(0, some.flatten()).view_as(some) * place;
     return table(some, Tensor(), weights).tanh().square().sum(1);
   };
-  // index_select gives rows of a parameter to examples: an operator of which the engine cannot know.
+  // index_select gives rows of a parameter to examples: an operator of which the engine cannot
+  // know.
   const GraphOptions checked{.examples_checked = true};
   expect_equals_loop({.parameters = parameters,
                       .losses = [&] { return losses(ids); },

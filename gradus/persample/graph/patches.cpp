@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -36,29 +37,92 @@ Range inside(std::int64_t stride, std::int64_t offset, std::int64_t size, std::i
   return {begin, std::max(begin, end)};
 }
 
+// What a window needs of the planes, whose lines are dealt out by the remainder of an index modulo
+// the stride, so that a line of the window lies in one piece.
+struct Window {
+  Range row{};
+  Range column{};
+  std::int64_t depth = 0;  ///< Offset in the first dimension.
+  std::int64_t first = 0;  ///< Place of the first element of row 0 at depth 0.
+};
+
+// Places of lines in a plane that was dealt out.
+struct Deal {
+  std::int64_t stride = 1;
+  std::int64_t lines = 0;
+  std::int64_t length = 0;  ///< Of a line of one remainder.
+};
+
+Window window_of(const Deal& deal, const Triple& sizes, const Triple& stride, const Triple& offset,
+                 const Triple& extents) {
+  Window window{.row = inside(stride[1], offset[1], sizes[1], extents[1]),
+                .column = inside(stride[2], offset[2], sizes[2], extents[2]),
+                .depth = offset[0]};
+  if (window.column.begin == window.column.end) window.row.end = window.row.begin;
+  const std::int64_t down =
+      offset[2] >= 0 ? offset[2] / deal.stride : -up_divided(-offset[2], deal.stride);
+  window.first = ((offset[2] - down * deal.stride) * deal.lines + offset[1]) * deal.length + down +
+                 window.column.begin;
+  return window;
+}
+
 template <typename T>
-void gather_plane(const T* from, const Triple& sizes, const Triple& stride, const Triple& offset,
-                  const Triple& extents, T* to) {
-  const Range row = inside(stride[2], offset[2], sizes[2], extents[2]);
-  for (std::int64_t a = 0; a < extents[0]; ++a) {
-    const std::int64_t depth = stride[0] * a + offset[0];
-    for (std::int64_t b = 0; b < extents[1]; ++b, to += extents[2]) {
-      const std::int64_t height = stride[1] * b + offset[1];
-      if (depth < 0 || depth >= sizes[0] || height < 0 || height >= sizes[1]) {
-        std::fill(to, to + extents[2], T(0));
-        continue;
-      }
-      const T* const line = from + (depth * sizes[1] + height) * sizes[2] + offset[2];
-      for (std::int64_t c = 0; c < row.begin; ++c) to[c] = 0;
-      if (stride[2] == 1) {
-        for (std::int64_t c = row.begin; c < row.end; ++c) to[c] = line[c];
-      } else if (stride[2] == 2) {
-        for (std::int64_t c = row.begin; c < row.end; ++c) to[c] = line[2 * c];
-      } else {
-        for (std::int64_t c = row.begin; c < row.end; ++c) to[c] = line[stride[2] * c];
-      }
-      for (std::int64_t c = row.end; c < extents[2]; ++c) to[c] = 0;
+const T* dealt(const T* from, const Triple& sizes, const Deal& deal, std::vector<T>& buffer) {
+  if (deal.stride == 1) return from;
+  buffer.resize(static_cast<std::size_t>(deal.stride * deal.lines * deal.length));
+  for (std::int64_t remainder = 0; remainder < deal.stride; ++remainder) {
+    T* to = buffer.data() + remainder * deal.lines * deal.length;
+    const std::int64_t count =
+        up_divided(std::max<std::int64_t>(0, sizes[2] - remainder), deal.stride);
+    for (std::int64_t line = 0; line < deal.lines; ++line, to += deal.length) {
+      const T* const values = from + line * sizes[2] + remainder;
+      for (std::int64_t i = 0; i < count; ++i) to[i] = values[i * deal.stride];
     }
+  }
+  return buffer.data();
+}
+
+// Lines are short: whole blocks, the last of which may overlap the one before, cost less than a
+// loop's remainder.
+template <typename T>
+void copy_line(const T* from, std::int64_t count, T* to) {
+  constexpr std::int64_t kBlock = 8;
+  constexpr std::int64_t kHalf = 4;
+  if (count >= kBlock) {
+    for (std::int64_t i = 0; i + kBlock <= count; i += kBlock) {
+      std::memcpy(to + i, from + i, kBlock * sizeof(T));
+    }
+    std::memcpy(to + count - kBlock, from + count - kBlock, kBlock * sizeof(T));
+  } else if (count >= kHalf) {
+    std::memcpy(to, from, kHalf * sizeof(T));
+    std::memcpy(to + count - kHalf, from + count - kHalf, kHalf * sizeof(T));
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) to[i] = from[i];
+  }
+}
+
+template <typename T>
+void gather_plane(const T* plane, const Deal& deal, const Triple& sizes, const Triple& stride,
+                  const Window& window, const Triple& extents, T* to) {
+  const auto [row, column, offset, first] = window;
+  const std::int64_t count = column.end - column.begin;
+  const std::int64_t width = extents[2];
+  const std::int64_t step = stride[1] * deal.length;
+  for (std::int64_t a = 0; a < extents[0]; ++a, to += extents[1] * width) {
+    const std::int64_t depth = stride[0] * a + offset;
+    if (depth < 0 || depth >= sizes[0]) {
+      std::fill(to, to + extents[1] * width, T(0));
+      continue;
+    }
+    std::fill(to, to + row.begin * width, T(0));
+    const T* line = plane + first + depth * sizes[1] * deal.length + row.begin * step;
+    T* place = to + row.begin * width;
+    for (std::int64_t b = row.begin; b < row.end; ++b, line += step, place += width) {
+      for (std::int64_t c = 0; c < column.begin; ++c) place[c] = 0;
+      copy_line(line, count, place + column.begin);
+      for (std::int64_t c = column.end; c < width; ++c) place[c] = 0;
+    }
+    std::fill(place, to + extents[1] * width, T(0));
   }
 }
 
@@ -105,19 +169,31 @@ at::Tensor gather_windows(const at::Tensor& values, const Triple& stride,
   // Images may lie in any order, each of them in the usual one.
   const at::Tensor source =
       values.select(0, 0).select(0, 0).is_contiguous() ? values : values.contiguous();
+  const Deal deal{.stride = stride[2],
+                  .lines = sizes[0] * sizes[1],
+                  .length = up_divided(sizes[2], stride[2])};
+  std::vector<Window> prepared;
+  for (const Triple& offset : offsets) {
+    prepared.push_back(window_of(deal, sizes, stride, offset, extents));
+  }
   AT_DISPATCH_FLOATING_TYPES(values.scalar_type(), "gather_windows", [&] {
     const auto* const from = source.const_data_ptr<scalar_t>();
     auto* const to = result.mutable_data_ptr<scalar_t>();
     const std::int64_t grain =
         std::max<std::int64_t>(1, 16384 / std::max<std::int64_t>(1, windows * images * plane));
     at::parallel_for(0, count * channels, grain, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<scalar_t> buffer;
       for (std::int64_t each = begin; each < end; ++each) {
-        scalar_t* place = to + each * windows * images * plane;
-        for (const Triple& offset : offsets) {
-          for (std::int64_t image = 0; image < images; ++image, place += plane) {
-            gather_plane(from + (each / channels) * source.stride(0) + image * source.stride(1) +
-                             (each % channels) * product_of(sizes),
-                         sizes, stride, offset, extents, place);
+        scalar_t* const place = to + each * windows * images * plane;
+        for (std::int64_t image = 0; image < images; ++image) {
+          const scalar_t* const dealt_plane = dealt(
+              from + (each / channels) * source.stride(0) + image * source.stride(1) +
+                  (each % channels) * product_of(sizes),
+              sizes, deal, buffer);
+          scalar_t* window_place = place + image * plane;
+          for (const Window& window : prepared) {
+            gather_plane(dealt_plane, deal, sizes, stride, window, extents, window_place);
+            window_place += images * plane;
           }
         }
       }

@@ -117,9 +117,10 @@ class RecurrentTest : public testing::Test {
   Call call_for(std::int64_t input, std::int64_t hidden, std::int64_t states, bool batch_first,
                 std::int64_t projected = 0) {
     const std::int64_t examples = draw(2, 4), steps = draw(1, 4);
-    Call call{.x = at::randn({batch_first ? examples : steps, batch_first ? steps : examples, input}),
-              .batch_dim = batch_first ? 0 : 1,
-              .outputs = static_cast<int>(draw(1, 7))};
+    Call call{
+        .x = at::randn({batch_first ? examples : steps, batch_first ? steps : examples, input}),
+        .batch_dim = batch_first ? 0 : 1,
+        .outputs = static_cast<int>(draw(1, 7))};
     if (flip()) {
       call.h = at::randn({states, examples, projected > 0 ? projected : hidden});
       call.c = at::randn({states, examples, hidden});
@@ -163,7 +164,8 @@ class RecurrentTest : public testing::Test {
       const auto packed = packing::pack_padded_sequence(x, length, batch_first, is_sorted);
       const auto [y, h, c] = run_packed(layer, packed);
       const Tensor padded = std::get<0>(packing::pad_packed_sequence(y, batch_first));
-      return losses_of({.x = x, .batch_dim = batch_first ? 0 : 1, .outputs = outputs}, padded, h, c);
+      return losses_of({.x = x, .batch_dim = batch_first ? 0 : 1, .outputs = outputs}, padded, h,
+                       c);
     };
     Holder truth = in_double(module);
     nn::Embedding true_table = in_double(table);
@@ -181,17 +183,18 @@ class RecurrentTest : public testing::Test {
         tolerance, {.examples_checked = true});
   }
 
-  static bool is_fused() {
+  static bool is_fused(at::ScalarType type) {
     nn::LSTM probe(6, 7);
-    return uses(run(probe, {.x = at::randn({5, 4, 6})}), kFused);
+    probe->to(type);
+    return uses(run(probe, {.x = at::randn({5, 4, 6}, type)}), kFused);
   }
 
  private:
   std::mt19937 random_{7};
 };
 
-#define GRADUS_SKIP_UNLESS_FUSED() \
-  if (!is_fused()) GTEST_SKIP() << "an LSTM in float32 is no " << kFused << " on this machine"
+#define GRADUS_SKIP_UNLESS_FUSED(type) \
+  if (!is_fused(type)) GTEST_SKIP() << "an LSTM in " << (type) << " is no " << kFused << " here"
 
 void expect_by_rule(const std::vector<NamedParameter>& parameters, const Tensor& losses) {
   EXPECT_TRUE(uses(losses, kFused));
@@ -203,7 +206,7 @@ void expect_by_rule(const std::vector<NamedParameter>& parameters, const Tensor&
 }
 
 TEST_F(RecurrentTest, FusedLstmOfAnyShapeWithAnyOutputs) {
-  GRADUS_SKIP_UNLESS_FUSED();
+  GRADUS_SKIP_UNLESS_FUSED(at::kFloat);
   for (int trial = 0; trial < 100; ++trial) {
     SCOPED_TRACE(trial);
     const std::int64_t layers = draw(1, 2), input = draw(1, 5), hidden = draw(1, 9);
@@ -220,7 +223,7 @@ TEST_F(RecurrentTest, FusedLstmOfAnyShapeWithAnyOutputs) {
 }
 
 TEST_F(RecurrentTest, FusedLstmInBfloat16) {
-  GRADUS_SKIP_UNLESS_FUSED();
+  GRADUS_SKIP_UNLESS_FUSED(at::kBFloat16);
   for (int trial = 0; trial < 5; ++trial) {
     SCOPED_TRACE(trial);
     nn::LSTM lstm(nn::LSTMOptions(5, 9).bidirectional(flip()));
@@ -235,7 +238,7 @@ TEST_F(RecurrentTest, FusedLstmInBfloat16) {
 }
 
 TEST_F(RecurrentTest, FusedLstmPassesGradientsOnToWhatItsInputsCameFrom) {
-  GRADUS_SKIP_UNLESS_FUSED();
+  GRADUS_SKIP_UNLESS_FUSED(at::kFloat);
   struct Net : nn::Module {
     nn::Linear before{4, 5}, hidden{4, 6}, cell{4, 6};
     nn::LSTM lstm{nn::LSTMOptions(5, 6).num_layers(2)};
@@ -286,7 +289,7 @@ TEST_F(RecurrentTest, FusedLstmPassesGradientsOnToWhatItsInputsCameFrom) {
 }
 
 TEST_F(RecurrentTest, FusedLstmWithTheBatchFoldedIntoItsOwn) {
-  GRADUS_SKIP_UNLESS_FUSED();
+  GRADUS_SKIP_UNLESS_FUSED(at::kFloat);
   nn::LSTM lstm(5, 6);
   nn::LSTM truth = in_double(lstm);
   const Tensor x = at::randn({3, 2, 4, 5});  // [B, K, T, D]
@@ -307,8 +310,22 @@ TEST_F(RecurrentTest, FusedLstmWithTheBatchFoldedIntoItsOwn) {
   }
 }
 
+TEST_F(RecurrentTest, FusedLstmOfWhichOneExampleAloneHasGradients) {
+  GRADUS_SKIP_UNLESS_FUSED(at::kFloat);
+  nn::LSTM lstm(5, 6);
+  nn::LSTM truth = in_double(lstm);
+  const Call call{.x = at::randn({4, 3, 5}), .outputs = 7};
+  const Tensor only = at::tensor({0., 1., 0.});
+  expect_equals_loop(
+      {.parameters = named(*lstm),
+       .losses = [&] { return run(lstm, call) * only.to(at::kFloat); },
+       .true_parameters = named(*truth),
+       .loss = [&](std::int64_t b) { return run(truth, call.to(at::kDouble).at(b)) * only[b]; }},
+      kSingle);
+}
+
 TEST_F(RecurrentTest, FusedLstmsGraphIsKeptOrFreedAsAsked) {
-  GRADUS_SKIP_UNLESS_FUSED();
+  GRADUS_SKIP_UNLESS_FUSED(at::kFloat);
   for (const bool trained_below : {true, false}) {
     nn::LSTM lstm(5, 6);
     nn::Linear below(5, 5);
@@ -433,14 +450,13 @@ TEST_F(RecurrentTest, CellsInALoopOfTheirOwn) {
         }
         return total;
       };
-      expect_equals_loop({.parameters = named(*cell),
-                          .losses = [&] { return losses(cell, x); },
-                          .true_parameters = named(*truth),
-                          .loss =
-                              [&](std::int64_t b) {
-                                return losses(truth, x.to(at::kDouble).narrow(0, b, 1));
-                              }},
-                         exact ? kDouble : kSingle);
+      expect_equals_loop(
+          {.parameters = named(*cell),
+           .losses = [&] { return losses(cell, x); },
+           .true_parameters = named(*truth),
+           .loss =
+               [&](std::int64_t b) { return losses(truth, x.to(at::kDouble).narrow(0, b, 1)); }},
+          exact ? kDouble : kSingle);
     };
     using State = std::tuple<Tensor, Tensor>;
     const auto plain = [](auto& layer, const Tensor& in, const State& state) {

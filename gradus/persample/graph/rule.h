@@ -39,8 +39,8 @@ struct NodeUse {
 };
 
 /// The per-sample gradient of one shared operand, in the operand's shape; or, of an operand at one
-/// of NodeUse::onward, the gradient that goes on there. If a rule gives all of these, the node's own
-/// formula does not run.
+/// of NodeUse::onward, the gradient that goes on there. If a rule gives all of these, the node's
+/// own formula does not run.
 struct OperandTerm {
   std::size_t edge = 0;
   std::unique_ptr<Term> term = nullptr;

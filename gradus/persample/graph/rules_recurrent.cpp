@@ -72,17 +72,16 @@ std::optional<Lstm> read(const Recurrent& layer) {
   if (layer.has_biases) lstm.bias = as_float(layer.input_bias()) + as_float(layer.hidden_bias());
   // Without products of the first step's zeros, the states before each step are a view of the
   // outputs.
-  lstm.from_rest =
-      lstm.steps() > 1 && lstm.hidden.count_nonzero().item<std::int64_t>() == 0;
+  lstm.from_rest = lstm.steps() > 1 && lstm.hidden.count_nonzero().item<std::int64_t>() == 0;
   return lstm;
 }
 
 // What stands before the steps whose hidden products count, and those steps: all, or from rest all
 // but the first.
 struct Before {
-  at::Tensor states{};         // [S, N, H]
-  std::int64_t first = 0;      // index in time
-  std::int64_t steps = 0;      // S
+  at::Tensor states{};     // [S, N, H]
+  std::int64_t first = 0;  // index in time
+  std::int64_t steps = 0;  // S
 };
 
 Before before(const Lstm& lstm) {
@@ -97,9 +96,8 @@ Before before(const Lstm& lstm) {
 at::Tensor gates_of(const Lstm& lstm, const Before& before) {
   const std::int64_t width = lstm.width();
   const at::Tensor inputs = lstm.input.flatten(0, 1);
-  at::Tensor gates = lstm.bias.defined()
-                         ? at::addmm(lstm.bias, inputs, lstm.input_weight.t())
-                         : at::mm(inputs, lstm.input_weight.t());
+  at::Tensor gates = lstm.bias.defined() ? at::addmm(lstm.bias, inputs, lstm.input_weight.t())
+                                         : at::mm(inputs, lstm.input_weight.t());
   gates = gates.view({lstm.steps(), lstm.rows(), 4 * width});
   gates.narrow(0, before.first, before.steps)
       .flatten(0, 1)
@@ -134,7 +132,8 @@ at::Tensor cells_of(const Lstm& lstm, const at::Tensor& gates) {
 }
 
 // One row of one step backwards: gates become the gradients of what they were computed from, and
-// the cell's gradient that of the cell before. Loops over elements of one row, which do not overlap.
+// the cell's gradient that of the cell before. Loops over elements of one row, which do not
+// overlap.
 void step_back(float* __restrict gates, const float* __restrict previous_cell,
                const float* __restrict squashed, const float* __restrict output_gradient,
                const float* __restrict hidden_gradient, float* __restrict cell_gradient,
@@ -145,8 +144,7 @@ void step_back(float* __restrict gates, const float* __restrict previous_cell,
   float* const o = gates + 3 * width;
   for (std::int64_t k = 0; k < width; ++k) {
     const float hidden = output_gradient[k] + hidden_gradient[k];
-    const float cell =
-        cell_gradient[k] + hidden * o[k] * (1 - squashed[k] * squashed[k]);
+    const float cell = cell_gradient[k] + hidden * o[k] * (1 - squashed[k] * squashed[k]);
     const float input_gate = i[k];
     cell_gradient[k] = cell * f[k];
     i[k] = cell * g[k] * input_gate * (1 - input_gate);
@@ -218,7 +216,8 @@ std::optional<Layout> layout_of(const NodeUse& use) {
 
 // Owners of bags, and of what lies in bags.
 std::vector<std::int64_t> owners_of(const Layout& layout, std::int64_t size) {
-  if (layout.dim < 0) return std::vector<std::int64_t>(static_cast<std::size_t>(size), layout.owners.at(0));
+  if (layout.dim < 0)
+    return std::vector<std::int64_t>(static_cast<std::size_t>(size), layout.owners.at(0));
   if (!layout.regular()) return layout.owners;
   std::vector<std::int64_t> owners(static_cast<std::size_t>(size));
   for (std::int64_t i = 0; i < size; ++i) {
@@ -248,8 +247,8 @@ Lookups lookups_of(const grad::EmbeddingBag& bags, std::int64_t count) {
   Lookups lookups;
   for (std::int64_t bag = 0; bag < count; ++bag) {
     const auto place = static_cast<std::size_t>(bag);
-    const std::int64_t end = place + 1 < offsets.size() ? offsets[place + 1]
-                                                        : static_cast<std::int64_t>(indices.size());
+    const std::int64_t end =
+        place + 1 < offsets.size() ? offsets[place + 1] : static_cast<std::int64_t>(indices.size());
     const std::size_t first = lookups.row.size();
     std::int64_t size = 0;
     std::set<std::int64_t> seen;
@@ -311,9 +310,10 @@ std::optional<std::vector<OperandTerm>> recurrent_rule(const NodeUse& use) {
     }
   }
   if (goes_on(Recurrent::kInput)) {
-    terms.push_back({.edge = Recurrent::kInput,
-                     .gradient = at::mm(gradients.gates.flatten(0, 1), lstm->input_weight)
-                                     .view(lstm->input.sizes())});
+    terms.push_back(
+        {.edge = Recurrent::kInput,
+         .gradient =
+             at::mm(gradients.gates.flatten(0, 1), lstm->input_weight).view(lstm->input.sizes())});
   }
   if (goes_on(Recurrent::kHidden)) {
     terms.push_back({.edge = Recurrent::kHidden,

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/autograd.h>
+#include <torch/nn/module.h>
+#include <torch/types.h>
 
 #include <gradus/persample/graph/graph_gradients.h>
 #include <gradus/plane/grad/grad_plane.h>
