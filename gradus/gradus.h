@@ -34,7 +34,11 @@
 #include <gradus/optim/muon.h>
 #include <gradus/optim/schedule.h>
 #include <gradus/optim/sgd.h>
+#include <gradus/persample/engine/sample_gradients.h>
+#include <gradus/persample/graph/rule.h>
 #include <gradus/plan/planned_budget.h>
+#include <gradus/privacy/noise/noise.h>
+#include <gradus/privacy/training/make_private.h>
 #include <gradus/recompute/checkpoint.h>
 #include <gradus/recompute/memory_budget.h>
 

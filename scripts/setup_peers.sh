@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Puts the Python peers of bench/compare.py into a virtual environment of their own, .venv-peers, with the same torch
-# that gradus links. Does nothing if it is there already.
+# that gradus links, and Opacus. Does nothing if they are there already.
 #
 #   scripts/setup_peers.sh [--python PYTHON]    PYTHON makes the environment (default: python3)
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
 readonly torch_version=2.13.0
+readonly opacus_version=1.6.0
 readonly environment=.venv-peers
 python=python3
 while [[ $# -gt 0 ]]; do
@@ -24,11 +25,11 @@ done
 
 installed() {
   "$environment/bin/python" -c "import sys; from importlib.metadata import version
-sys.exit(version('torch').partition('+')[0] != '$torch_version')" 2>/dev/null
+sys.exit(version('torch').partition('+')[0] != '$torch_version' or version('opacus') != '$opacus_version')" 2>/dev/null
 }
 
 if installed; then
-  echo "peers: torch $torch_version is in $environment"
+  echo "peers: torch $torch_version and opacus $opacus_version are in $environment"
   exit 0
 fi
 if ! command -v "$python" >/dev/null; then
@@ -41,13 +42,13 @@ if ! "$python" -m venv --clear "$environment"; then
   exit 1
 fi
 pip_install() {
-  "$environment/bin/pip" install --quiet --disable-pip-version-check "torch==$torch_version+cpu" "$@"
+  "$environment/bin/pip" install --quiet --disable-pip-version-check "torch==$torch_version+cpu" "opacus==$opacus_version" "$@"
 }
 # PyTorch's own index serves machines whose own has no CPU wheel. Not named at first: where it cannot be reached, pip
 # retries it for every dependency.
 pip_install 2>/dev/null || pip_install --extra-index-url https://download.pytorch.org/whl/cpu
 if ! installed; then
-  echo "setup_peers.sh: torch $torch_version did not arrive in $environment; see pip's messages above" >&2
+  echo "setup_peers.sh: torch $torch_version and opacus $opacus_version did not arrive in $environment; see pip's messages above" >&2
   exit 1
 fi
-echo "peers: torch $torch_version put into $environment"
+echo "peers: torch $torch_version and opacus $opacus_version put into $environment"

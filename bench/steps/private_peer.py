@@ -1,7 +1,7 @@
 """The peers of gradus_bench_step private: DP-SGD by Opacus on the same models, sizes and weights.
 
 private_peer.py cnn|resnet|lstm|gpt|embedding --mode plain|hooks|functorch|ew|ghost [--threads N] [--seed N] speaks the
-protocol that bench/compare.py describes. Needs opacus 1.6.0 (requirements-bench.txt).
+protocol that bench/compare.py describes. Needs opacus 1.6.0 (scripts/setup_peers.sh).
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ nn::GroupNorm group_norm(std::int64_t channels) {
 
 nn::Conv2d convolution(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t stride,
                        std::int64_t padding) {
-  return nn::Conv2d(
-      nn::Conv2dOptions(in, out, kernel).stride(stride).padding(padding).bias(false));
+  return nn::Conv2d(nn::Conv2dOptions(in, out, kernel).stride(stride).padding(padding).bias(false));
 }
 
 struct ResidualImpl : nn::Module {
@@ -112,7 +111,9 @@ struct LstmImpl : nn::Module {
     r = register_module("r", nn::LSTM(nn::LSTMOptions(64, 128).batch_first(true)));
     f = register_module("f", nn::Linear(128, 10));
   }
-  at::Tensor forward(const at::Tensor& x) { return f(std::get<0>(r(e(x))).select(1, x.size(1) - 1)); }
+  at::Tensor forward(const at::Tensor& x) {
+    return f(std::get<0>(r(e(x))).select(1, x.size(1) - 1));
+  }
 };
 
 struct BlockImpl : nn::Module {
@@ -235,13 +236,14 @@ struct Training {
     inputs = vocabulary > 0 ? at::randint(0, vocabulary, sizes, random, at::kLong)
                             : at::randn(sizes, random);
     targets = at::randint(0, classes, label_sizes, random, at::kLong);
-    GRADUS_CHECK("bench",
-                 options.mode == "plain" || options.mode == "private" || options.mode == "noiseless",
-                 "--mode is plain, private or noiseless; got '", options.mode, "'");
+    GRADUS_CHECK(
+        "bench",
+        options.mode == "plain" || options.mode == "private" || options.mode == "noiseless",
+        "--mode is plain, private or noiseless; got '", options.mode, "'");
     is_private = options.mode != "plain";
     noise = options.mode == "private" ? kNoise : 0;
-    optimizer = std::make_unique<optim::SGD>(module->parameters(),
-                                             optim::SGDOptions{.lr = kLearningRate});
+    optimizer =
+        std::make_unique<optim::SGD>(module->parameters(), optim::SGDOptions{.lr = kLearningRate});
     if (is_private) {
       table = std::make_unique<persample::SampleGradients>(persample::parameters_of(*module));
     }

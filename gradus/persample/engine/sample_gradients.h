@@ -40,8 +40,8 @@ struct SampleOptions {
   /// changes.
   bool check_mixing = true;
   GraphOptions graph{};
-  /// Most working bytes of a vmap pass, where base::MemoryTracker is installed; 0 for no limit. Elsewhere
-  /// vmap takes 32 examples at once.
+  /// Most working bytes of a vmap pass, where base::MemoryTracker is installed; 0 for no limit.
+  /// Elsewhere vmap takes 32 examples at once.
   std::int64_t vmap_bytes = std::int64_t{1} << 30;
   /// Told of each fall-back, one line each.
   std::function<void(const std::string&)> log = nullptr;

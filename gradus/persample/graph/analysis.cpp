@@ -23,10 +23,21 @@ namespace {
 
 constexpr std::int64_t kNobody = -1;
 constexpr std::int64_t kSeveral = -2;
-// An exact power of two up to the rounding of sums in double.
-constexpr double kExponentTolerance = 1e-6;
-// Below this squares lose bits in float64, and so the exactness that the test rests on.
-constexpr double kSmallestSquare = 1e-280;
+// Scaling by a power of two is exact; this is the rounding of the logarithm.
+constexpr double kExponentTolerance = 1e-9;
+
+// Below the square of this, subnormal numbers may be all there is, and they lose bits: scaling is
+// no longer exact.
+double smallest_exact(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return 0x1p-500;
+    case at::kHalf:
+      return 0x1p-24;  // what is lost must be nothing; scale the losses of float16 models
+    default:
+      return 0x1p-120;
+  }
+}
 
 // Operators that make a function of parameters alone out of such functions, and never bring data
 // of the batch in, whatever else they save.
@@ -66,6 +77,7 @@ const std::set<std::string>& parameter_operators() {
 struct Profile {
   std::vector<std::vector<double>> by_dim{};
   double total = 0;
+  double smallest = 0;  ///< Smaller ones tell nothing.
 };
 
 std::vector<double> to_vector(const at::Tensor& tensor) {
@@ -78,7 +90,9 @@ Profile profile_of(const at::Tensor& gradient) {
   at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
   if (dense.is_complex()) dense = dense.abs();
   const at::Tensor squares = dense.to(at::kDouble).square();
-  Profile profile{.by_dim = {}, .total = squares.sum().item<double>()};
+  const double smallest = smallest_exact(gradient.scalar_type());
+  Profile profile{
+      .by_dim = {}, .total = squares.sum().item<double>(), .smallest = smallest * smallest};
   for (std::int64_t dim = 0; dim < squares.dim(); ++dim) {
     std::vector<std::int64_t> others;
     for (std::int64_t other = 0; other < squares.dim(); ++other) {
@@ -102,14 +116,14 @@ struct Digits {
     return example % base;
   }
   /// The example whose digits are log4 of the ratios of @p squares to @p reference.
-  std::int64_t example(double reference, const std::vector<double>& squares,
+  std::int64_t example(double reference, const std::vector<double>& squares, double smallest,
                        std::int64_t examples) const {
     if (reference == 0) {
       const bool silent =
           std::all_of(squares.begin(), squares.end(), [](double s) { return s == 0; });
       return silent ? kNobody : kSeveral;
     }
-    if (reference < kSmallestSquare) return kNobody;
+    if (reference < smallest) return kNobody;
     std::int64_t found = 0;
     std::int64_t place = 1;
     for (const double square : squares) {
@@ -158,13 +172,14 @@ Owner owner_of(const std::vector<Profile>& profiles, const Digits& digits, std::
     for (std::size_t pass = 1; pass < profiles.size(); ++pass) {
       squares.push_back(value_of(profiles[pass]));
     }
-    return digits.example(value_of(profiles[0]), squares, examples);
+    return digits.example(value_of(profiles[0]), squares, profiles[0].smallest, examples);
   };
   const std::int64_t whole = read([](const Profile& profile) { return profile.total; });
   if (whole == kNobody) return {};
   int fits = 0;
   std::optional<Layout> regular;
   std::optional<Layout> irregular;
+  std::size_t most = 0;  // examples seen along one dimension
   const std::size_t dims = profiles[0].by_dim.size();
   for (std::size_t dim = 0; dim < dims; ++dim) {
     std::vector<std::int64_t> owners;
@@ -172,18 +187,23 @@ Owner owner_of(const std::vector<Profile>& profiles, const Digits& digits, std::
       owners.push_back(read([&](const Profile& profile) { return profile.by_dim[dim][i]; }));
     }
     if (std::find(owners.begin(), owners.end(), kSeveral) != owners.end()) continue;
+    std::set<std::int64_t> seen(owners.begin(), owners.end());
+    seen.erase(kNobody);
+    const bool tells_more = seen.size() > most;
+    most = std::max(most, seen.size());
     const Layout here{.examples = examples, .dim = static_cast<std::int64_t>(dim)};
     if (const auto inner = rule_of(owners, examples, fits)) {
       if (!regular) {
         regular = here;
         regular->inner = *inner;
       }
-    } else if (!irregular) {
+    } else if (!irregular || tells_more) {
       irregular = here;
       irregular->owners = owners;
     }
   }
-  const bool several_seen = whole == kSeveral;
+  // In the norm of the whole a small gradient of one example is lost beside a large one of another.
+  const bool several_seen = whole == kSeveral || most > 1;
   if (regular && (several_seen || fits == 1)) {
     return {Owner::Kind::examples, *regular, several_seen && fits == 1};
   }

@@ -32,12 +32,12 @@ constexpr double kForgottenBytes = 4.0 * 1024 * 1024;
 constexpr double kOneExampleBytes = 64.0 * 1024 * 1024;
 
 // Costs in floating-point operations at the rate of a large product, fitted to one core.
-constexpr double kCopied = 30;         // an element into patches
-constexpr double kWritten = 120;       // an element of a formed gradient, by a product
-constexpr double kWrittenOnce = 20;    // the same by a convolution, from registers
-constexpr double kShifted = 4;         // a product of shifted Gram matrices
-constexpr double kCall = 4e6;          // a convolution
-constexpr double kProductCall = 3e4;   // one of a batch of products
+constexpr double kCopied = 30;        // an element into patches
+constexpr double kWritten = 120;      // an element of a formed gradient, by a product
+constexpr double kWrittenOnce = 20;   // the same by a convolution, from registers
+constexpr double kShifted = 4;        // a product of shifted Gram matrices
+constexpr double kCall = 4e6;         // a convolution
+constexpr double kProductCall = 3e4;  // one of a batch of products
 
 // Gram matrices of more positions than twice this are computed in blocks, without what symmetry
 // gives.
@@ -112,7 +112,8 @@ at::Tensor gram_of(const at::Tensor& values) {
     const at::Tensor one = values.select(0, each);
     for (std::int64_t start = 0; start < size; start += block) {
       const std::int64_t height = std::min(block, size - start);
-      at::Tensor rows = result.select(0, each).narrow(0, start, height).narrow(1, start, size - start);
+      at::Tensor rows =
+          result.select(0, each).narrow(0, start, height).narrow(1, start, size - start);
       at::mm_out(rows, one.narrow(1, start, height).t(), one.narrow(1, start, size - start));
     }
   }
@@ -219,7 +220,9 @@ std::int64_t ConvolutionTerm::bytes() const {
   return static_cast<std::int64_t>(wide_.nbytes() + narrow_.nbytes());
 }
 
-double ConvolutionTerm::element_size() const { return narrow_.scalar_type() == at::kDouble ? 8 : 4; }
+double ConvolutionTerm::element_size() const {
+  return narrow_.scalar_type() == at::kDouble ? 8 : 4;
+}
 
 std::int64_t ConvolutionTerm::chunk(double bytes_of_one, double budget) const {
   return std::clamp<std::int64_t>(static_cast<std::int64_t>(budget / std::max(1.0, bytes_of_one)),
@@ -231,16 +234,17 @@ double ConvolutionTerm::operations(Form way) const {
   const double count = as_double(examples());
   const double taps = as_double(internal::product_of(grid.kernel));
   const double steps = as_double(narrow_.size(1) * internal::product_of(grid.narrow));
-  const double written = as_double(narrow_.size(2) * wide_.size(2)) * taps /
-                         as_double(correlation_.groups);
+  const double written =
+      as_double(narrow_.size(2) * wide_.size(2)) * taps / as_double(correlation_.groups);
   if (way == Form::convolution) {
     return count * (2.2 * steps * written + kCall + kWrittenOnce * written);
   }
   const double patches = as_double(wide_.size(2)) * taps * steps;
   const double copied = is_identity(grid) && narrow_.size(1) == 1 ? 0 : kCopied * patches;
   const double refused = patches * element_size() > kOneExampleBytes ? 100 : 1;
-  return refused * count * (2.2 * steps * written + copied + kWritten * written +
-                            kProductCall * as_double(correlation_.groups));
+  return refused * count *
+         (2.2 * steps * written + copied + kWritten * written +
+          kProductCall * as_double(correlation_.groups));
 }
 
 double ConvolutionTerm::operations(Norms way) const {
@@ -375,8 +379,8 @@ at::Tensor ConvolutionTerm::form_range(Form way, std::int64_t first, std::int64_
     const std::int64_t length = std::min(most, count - start);
     const at::Tensor patches =
         patches_of(widened(wide_.narrow(0, first + start, length)), grid, groups);
-    at::Tensor part = result.narrow(0, start, length)
-                          .view({length * groups, narrow_.size(2) / groups, patch});
+    at::Tensor part =
+        result.narrow(0, start, length).view({length * groups, narrow_.size(2) / groups, patch});
     at::bmm_out(part, as_matrices(widened(narrow_.narrow(0, first + start, length)), groups),
                 patches.transpose(1, 2));
   }

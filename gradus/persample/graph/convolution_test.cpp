@@ -50,12 +50,11 @@ struct Case {
                            output_padding, groups);
   }
   std::string describe() const {
-    return base::join("kernel ", at::IntArrayRef(kernel), " stride ", at::IntArrayRef(stride),
-                      " padding ", at::IntArrayRef(padding), " dilation ",
-                      at::IntArrayRef(dilation), " output padding ",
-                      at::IntArrayRef(output_padding), " groups ", groups,
-                      transposed ? " transposed" : "", " input ", input.sizes(), " weight ",
-                      weight.sizes());
+    return base::join(
+        "kernel ", at::IntArrayRef(kernel), " stride ", at::IntArrayRef(stride), " padding ",
+        at::IntArrayRef(padding), " dilation ", at::IntArrayRef(dilation), " output padding ",
+        at::IntArrayRef(output_padding), " groups ", groups, transposed ? " transposed" : "",
+        " input ", input.sizes(), " weight ", weight.sizes());
   }
 };
 
@@ -95,8 +94,8 @@ Case random_case(Dice& dice, std::int64_t images) {
     made.output_padding.push_back(made.transposed ? dice(0, std::max(stride, dilation) - 1) : 0);
     sizes.push_back(least + dice(0, dims == 3 ? 2 : 5));
   }
-  Integers weight = made.transposed ? Integers{in, out / made.groups}
-                                    : Integers{out, in / made.groups};
+  Integers weight =
+      made.transposed ? Integers{in, out / made.groups} : Integers{out, in / made.groups};
   weight.insert(weight.end(), made.kernel.begin(), made.kernel.end());
   made.input = at::randn(sizes, at::kDouble);
   made.weight = at::randn(weight, at::kDouble).requires_grad_();
@@ -153,7 +152,8 @@ TEST(ConvolutionTest, EveryWayEqualsTheLoopForRandomLayers) {
     const Tensor gradients = by_example(gradient, examples, fold);
     std::vector<Tensor> rows;
     for (std::int64_t b = 0; b < examples; ++b) {
-      rows.push_back(torch::autograd::grad({layer.run(inputs[b])}, {layer.weight}, {gradients[b]})[0]);
+      rows.push_back(
+          torch::autograd::grad({layer.run(inputs[b])}, {layer.weight}, {gradients[b]})[0]);
     }
     const Tensor want = at::stack(rows);
     Correlation correlation{.kernel = layer.kernel,
@@ -188,10 +188,12 @@ TEST(ConvolutionTest, GraphEqualsTheLoopForRandomLayersAndFoldedBatches) {
   at::manual_seed(21);
   Dice dice(22);
   for (int trial = 0; trial < 150; ++trial) {
-    const Fold fold = std::vector{Fold::none, Fold::inner, Fold::time_major}[static_cast<std::size_t>(dice(0, 2))];
+    const Fold fold = std::vector{Fold::none, Fold::inner,
+                                  Fold::time_major}[static_cast<std::size_t>(dice(0, 2))];
     const std::int64_t examples = dice(2, 4);
     const Case layer = random_case(dice, examples * (fold == Fold::none ? 1 : dice(2, 3)));
-    SCOPED_TRACE(base::join("trial ", trial, " fold ", static_cast<int>(fold), " ", layer.describe()));
+    SCOPED_TRACE(
+        base::join("trial ", trial, " fold ", static_cast<int>(fold), " ", layer.describe()));
     const Tensor cotangent = at::randn_like(layer.run(layer.input).detach());
     const Wanted want = loop(layer, cotangent, examples, fold);
     GraphGradients table({{"weight", layer.weight}, {"bias", layer.bias}},
@@ -202,9 +204,9 @@ TEST(ConvolutionTest, GraphEqualsTheLoopForRandomLayersAndFoldedBatches) {
     EXPECT_LE(relative(table.gradients(1), want.bias), kTolerance);
     EXPECT_LE(relative(table.norms(0), want.weight.flatten(1).norm(2, 1)), kTolerance);
     const Tensor weights = at::rand({examples}, at::kDouble);
-    EXPECT_LE(relative(table.weighted_sum(0, weights),
-                       at::tensordot(weights, want.weight, {0}, {0})),
-              kTolerance);
+    EXPECT_LE(
+        relative(table.weighted_sum(0, weights), at::tensordot(weights, want.weight, {0}, {0})),
+        kTolerance);
     for (const std::string& line : table.explain()) {
       EXPECT_THAT(line, testing::Not(testing::HasSubstr("by its own formula")));
     }
@@ -217,7 +219,8 @@ TEST(ConvolutionTest, LargePositionGramsInBlocksEqualFormedNorms) {
   at::manual_seed(31);
   const Tensor wide = at::randn({3, 1, 4, 17, 18}, at::kDouble);
   for (const std::int64_t stride : {1, 2}) {
-    const Tensor narrow = at::randn({3, 1, 5, stride == 1 ? 17 : 9, stride == 1 ? 18 : 9}, at::kDouble);
+    const Tensor narrow =
+        at::randn({3, 1, 5, stride == 1 ? 17 : 9, stride == 1 ? 18 : 9}, at::kDouble);
     const ConvolutionTerm term(
         wide, narrow,
         {.kernel = {3, 3}, .stride = {stride, stride}, .padding = {1, 1}, .dilation = {1, 1}});
@@ -245,7 +248,8 @@ ConvolutionTerm typical_term(at::ScalarType type, std::int64_t examples) {
   at::manual_seed(51);
   const Tensor wide = at::randn({examples, 1, 16, 20, 20}).to(type);
   const Tensor narrow = at::randn({examples, 1, 24, 20, 20}).to(type);
-  return {wide, narrow, {.kernel = {3, 3}, .stride = {1, 1}, .padding = {1, 1}, .dilation = {1, 1}}};
+  return {
+      wide, narrow, {.kernel = {3, 3}, .stride = {1, 1}, .padding = {1, 1}, .dilation = {1, 1}}};
 }
 
 TEST(ConvolutionTest, SinglePrecisionAgreesWithDouble) {
@@ -346,10 +350,7 @@ TEST(ConvolutionTest, MeasuredChoiceIsRememberedAndChangesNoValue) {
 TEST(ConvolutionTest, ModulesUsedSeveralTimesEqualTheLoop) {
   at::set_num_threads(1);
   at::manual_seed(71);
-  nn::Conv2d layer(nn::Conv2dOptions(3, 3, {3, 1})
-                       .padding({1, 0})
-                       .stride({1, 1})
-                       .dilation({1, 2}));
+  nn::Conv2d layer(nn::Conv2dOptions(3, 3, {3, 1}).padding({1, 0}).stride({1, 1}).dilation({1, 2}));
   nn::Conv2d odd(nn::Conv2dOptions(3, 4, {3, 1}).padding({1, 0}).stride({2, 1}).dilation({1, 2}));
   layer->to(at::kDouble);
   odd->to(at::kDouble);
@@ -357,7 +358,7 @@ TEST(ConvolutionTest, ModulesUsedSeveralTimesEqualTheLoop) {
   std::vector<NamedParameter> parameters;
   for (const auto& [prefix, module] :
        std::vector<std::pair<std::string, std::shared_ptr<nn::Module>>>{{"layer", layer.ptr()},
-                                                                         {"odd", odd.ptr()}}) {
+                                                                        {"odd", odd.ptr()}}) {
     for (const auto& each : module->named_parameters()) {
       parameters.push_back({prefix + "." + each.key(), each.value()});
     }
@@ -414,7 +415,9 @@ TEST(ConvolutionTest, PaddingModesAndReshapedWeightsEqualTheLoop) {
       }};
   for (std::size_t i = 0; i < models.size(); ++i) {
     SCOPED_TRACE(i);
-    const auto losses = [&](const Tensor& images) { return models[i](images).tanh().flatten(1).sum(1); };
+    const auto losses = [&](const Tensor& images) {
+      return models[i](images).tanh().flatten(1).sum(1);
+    };
     std::vector<Tensor> rows;
     for (std::int64_t b = 0; b < 3; ++b) {
       rows.push_back(torch::autograd::grad({losses(input.narrow(0, b, 1)).sum()}, {flat})[0]);
@@ -434,8 +437,9 @@ TEST(ConvolutionTest, PaddingModesAndReshapedWeightsEqualTheLoop) {
 
 TEST(ConvolutionTest, RefusesFactorsThatDoNotFit) {
   const auto term = [](Integers wide, Integers narrow, std::int64_t groups) {
-    return ConvolutionTerm(at::zeros(wide), at::zeros(narrow),
-                           {.kernel = {3}, .stride = {1}, .padding = {0}, .dilation = {1}, .groups = groups});
+    return ConvolutionTerm(
+        at::zeros(wide), at::zeros(narrow),
+        {.kernel = {3}, .stride = {1}, .padding = {0}, .dilation = {1}, .groups = groups});
   };
   EXPECT_NO_THROW(term({2, 1, 4, 6}, {2, 1, 4, 4}, 1));
   EXPECT_THROW(term({2, 1, 4, 6}, {2, 1, 4, 5}, 1), UserError);

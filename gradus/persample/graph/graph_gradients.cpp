@@ -318,26 +318,53 @@ void GraphGradients::Table::many_examples(const Graph& graph, bool keep_graph) {
     for (std::size_t output = 0; last && output < node.inputs(); ++output) {
       ends.push_back({node, output});
     }
-    hooks.push_back(grad::on_reached(
-        node, [this, &graph, &site, node, last](std::vector<at::Tensor>& gradients) {
-          const at::NoGradGuard no_grad;
-          const NodeUse use{
-              .node = node, .gradients = gradients, .layouts = site.layouts, .shared = site.shared};
-          for (std::size_t output = 0; output < gradients.size(); ++output) {
-            if (gradients[output].defined() && site.layouts[output].examples == 0) {
-              // No gradient came here at analysis.
-              GRADUS_CHECK("persample", gradients[output].count_nonzero().item<std::int64_t>() == 0,
-                           "a graph like the one analysed is required; got a gradient of output ",
-                           output, " of ", node.name(), ", which had none then");
-            }
-          }
-          bool by_formula = false;
-          std::vector<OperandTerm> terms = terms_of(use, &by_formula);
-          const std::vector<grad::EdgeView> next = node.next();
-          for (OperandTerm& each : terms) {
-            arrive(graph, next[each.edge], std::move(each.term), by_formula);
-          }
-          if (last) std::fill(gradients.begin(), gradients.end(), at::Tensor());
+    std::vector<std::size_t> onward;
+    const std::vector<grad::EdgeView> operands = node.next();
+    for (std::size_t edge = 0; edge < operands.size(); ++edge) {
+      if (!operands[edge].node.defined()) continue;
+      const std::size_t next = graph.place.at(operands[edge].node.id());
+      if (is_site[next] || above_site[next]) onward.push_back(edge);
+    }
+    // What a rule gave in place of the node, which then runs with nothing.
+    const auto replaced = std::make_shared<std::vector<at::Tensor>>();
+    hooks.push_back(grad::on_reached(node, [this, &graph, &site, node, last, onward, replaced,
+                                            keep_graph](std::vector<at::Tensor>& gradients) {
+      const at::NoGradGuard no_grad;
+      const NodeUse use{.node = node,
+                        .gradients = gradients,
+                        .layouts = site.layouts,
+                        .shared = site.shared,
+                        .onward = onward,
+                        .frees_graph = !keep_graph};
+      for (std::size_t output = 0; output < gradients.size(); ++output) {
+        if (gradients[output].defined() && site.layouts[output].examples == 0) {
+          // No gradient came here at analysis.
+          GRADUS_CHECK("persample", gradients[output].count_nonzero().item<std::int64_t>() == 0,
+                       "a graph like the one analysed is required; got a gradient of output ",
+                       output, " of ", node.name(), ", which had none then");
+        }
+      }
+      bool by_formula = false;
+      std::vector<OperandTerm> terms = terms_of(use, &by_formula);
+      const std::vector<grad::EdgeView> next = node.next();
+      std::vector<at::Tensor> passed(next.size());
+      for (OperandTerm& each : terms) {
+        if (each.term == nullptr) {
+          passed[each.edge] = each.gradient;
+        } else {
+          arrive(graph, next[each.edge], std::move(each.term), by_formula);
+        }
+      }
+      const bool instead = !last && std::ranges::all_of(onward, [&](std::size_t edge) {
+        return passed[edge].defined();
+      });
+      if (instead) *replaced = std::move(passed);
+      if (last || instead) std::fill(gradients.begin(), gradients.end(), at::Tensor());
+    }));
+    if (last) continue;
+    hooks.push_back(grad::after(
+        node, [replaced](std::vector<at::Tensor>& given, const std::vector<at::Tensor>& /*got*/) {
+          if (!replaced->empty()) given = std::exchange(*replaced, {});
         }));
   }
   grad::backward_to({grad::gradient_edge(graph.losses)}, {at::ones_like(graph.losses)}, ends,

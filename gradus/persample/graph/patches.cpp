@@ -1,3 +1,5 @@
+#include <gradus/persample/graph/internal/patches.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -9,7 +11,6 @@
 #include <ATen/ops/stack.h>
 
 #include <gradus/base/error.h>
-#include <gradus/persample/graph/internal/patches.h>
 
 namespace gradus::persample::internal {
 
@@ -30,10 +31,8 @@ struct Range {
   std::int64_t end = 0;
 };
 Range inside(std::int64_t stride, std::int64_t offset, std::int64_t size, std::int64_t extent) {
-  const std::int64_t begin =
-      offset >= 0 ? 0 : std::min(extent, up_divided(-offset, stride));
-  const std::int64_t end =
-      size <= offset ? 0 : std::min(extent, up_divided(size - offset, stride));
+  const std::int64_t begin = offset >= 0 ? 0 : std::min(extent, up_divided(-offset, stride));
+  const std::int64_t end = size <= offset ? 0 : std::min(extent, up_divided(size - offset, stride));
   return {begin, std::max(begin, end)};
 }
 
@@ -164,14 +163,13 @@ at::Tensor gather_windows(const at::Tensor& values, const Triple& stride,
   const auto windows = static_cast<std::int64_t>(offsets.size());
   const Triple sizes = last_three(values.sizes().slice(3).vec(), 1);
   const std::int64_t plane = product_of(extents);
-  at::Tensor result = at::empty({count, channels, windows, images, extents[0], extents[1], extents[2]},
-                                values.options());
+  at::Tensor result = at::empty(
+      {count, channels, windows, images, extents[0], extents[1], extents[2]}, values.options());
   // Images may lie in any order, each of them in the usual one.
   const at::Tensor source =
       values.select(0, 0).select(0, 0).is_contiguous() ? values : values.contiguous();
-  const Deal deal{.stride = stride[2],
-                  .lines = sizes[0] * sizes[1],
-                  .length = up_divided(sizes[2], stride[2])};
+  const Deal deal{
+      .stride = stride[2], .lines = sizes[0] * sizes[1], .length = up_divided(sizes[2], stride[2])};
   std::vector<Window> prepared;
   for (const Triple& offset : offsets) {
     prepared.push_back(window_of(deal, sizes, stride, offset, extents));
@@ -186,10 +184,10 @@ at::Tensor gather_windows(const at::Tensor& values, const Triple& stride,
       for (std::int64_t each = begin; each < end; ++each) {
         scalar_t* const place = to + each * windows * images * plane;
         for (std::int64_t image = 0; image < images; ++image) {
-          const scalar_t* const dealt_plane = dealt(
-              from + (each / channels) * source.stride(0) + image * source.stride(1) +
-                  (each % channels) * product_of(sizes),
-              sizes, deal, buffer);
+          const scalar_t* const dealt_plane =
+              dealt(from + (each / channels) * source.stride(0) + image * source.stride(1) +
+                        (each % channels) * product_of(sizes),
+                    sizes, deal, buffer);
           scalar_t* window_place = place + image * plane;
           for (const Window& window : prepared) {
             gather_plane(dealt_plane, deal, sizes, stride, window, extents, window_place);

@@ -494,6 +494,29 @@ TEST_F(RecurrentTest, PackedSequencesOfAnyLengths) {
   }
 }
 
+TEST_F(RecurrentTest, SmallGradientsBesideLargeOnesKeepTheirExample) {
+  nn::GRU gru(4, 1);
+  gru->to(at::kDouble);
+  const Tensor x = at::randn({3, 2, 4}, at::kDouble);
+  const std::vector<std::int64_t> lengths{1, 3};
+  const std::vector<double> scales{1e6, 1};
+  const auto last = [&](const Tensor& steps, const Tensor& length) {
+    const auto packed = packing::pack_padded_sequence(steps, length, false, false);
+    return std::get<1>(gru->forward_with_packed_input(packed)).square().sum({0, 2});
+  };
+  GraphGradients table(named(*gru), {.examples_checked = true});
+  table.backward(last(x, at::tensor(lengths)) * at::tensor(scales, at::kDouble));
+  for (std::int64_t b = 0; b < 2; ++b) {
+    const auto place = static_cast<std::size_t>(b);
+    const Tensor loss =
+        last(x.narrow(1, b, 1).narrow(0, 0, lengths[place]), at::tensor({lengths[place]}));
+    const auto want = torch::autograd::grad({loss.sum() * scales[place]}, gru->parameters());
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      EXPECT_LE(relative(table.gradients(i)[b], want[i]), kDouble) << b << " " << i;
+    }
+  }
+}
+
 TEST_F(RecurrentTest, DeadUnitsAreNotTakenForAnOrderOfExamples) {
   nn::RNN rnn(nn::RNNOptions(2, 2).nonlinearity(torch::kReLU).bias(false));
   rnn->to(at::kDouble);

@@ -281,12 +281,15 @@ std::optional<std::vector<OperandTerm>> recurrent_rule(const NodeUse& use) {
   if (!layout) return std::nullopt;
   const std::optional<Lstm> lstm = read(*layer);
   if (!lstm) return std::nullopt;
-  // From here on nothing asks for the node's own formula, nor its workspace, which is larger than
-  // all that follows.
   const auto goes_on = [&](std::size_t edge) {
     return std::find(use.onward.begin(), use.onward.end(), edge) != use.onward.end();
   };
-  if (use.frees_graph) layer->release(/*runs=*/!use.onward.empty());
+  // Where all gradients that go on are given here, nothing asks for the node's own formula, nor for
+  // its workspace, which is larger than all that follows.
+  const bool instead = std::all_of(use.onward.begin(), use.onward.end(), [](std::size_t edge) {
+    return edge == Recurrent::kInput || edge == Recurrent::kHidden || edge == Recurrent::kCell;
+  });
+  if (use.frees_graph && instead) layer->release(/*runs=*/!use.onward.empty());
 
   const Before states = before(*lstm);
   const Backward gradients = backward(*lstm, gates_of(*lstm, states), use.gradients[0],
