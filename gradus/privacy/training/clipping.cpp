@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
@@ -25,7 +26,8 @@ void check_norm(const char* what, double value) {
 
 void check(const ClippingOptions& options) {
   check_norm("max_norm", options.max_norm);
-  for (const ClippedLayer& layer : options.layers) check_norm("max_norm of a layer", layer.max_norm);
+  for (const ClippedLayer& layer : options.layers)
+    check_norm("max_norm of a layer", layer.max_norm);
   GRADUS_CHECK(kComponent, options.layers.empty() || options.policy == Clipping::per_layer,
                "layers must be empty unless the policy is per_layer; got ", options.layers.size(),
                " with ", name(options.policy));

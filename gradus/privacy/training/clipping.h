@@ -23,7 +23,8 @@ const char* name(Clipping clipping);
 
 /// Parameters that are clipped together.
 struct ClippedLayer {
-  /// Names of parameters, or of modules whose parameters are meant ("encoder" for "encoder.weight").
+  /// Names of parameters, or of modules whose parameters are meant ("encoder" for
+  /// "encoder.weight").
   std::vector<std::string> names{};
   double max_norm = 1.0;  ///< C_l, finite, > 0.
 };
@@ -33,14 +34,14 @@ struct ClippingOptions {
   double max_norm = 1.0;  ///< C, finite, > 0; of adaptive: where it starts.
   /// per_layer: the groups, each parameter in one. Empty: each parameter alone, with C / sqrt(L).
   std::vector<ClippedLayer> layers{};
-  double target_quantile = 0.5;   ///< adaptive: share of examples to leave unclipped, in [0, 1].
-  double adaptation_rate = 0.2;   ///< adaptive: eta_C, > 0.
+  double target_quantile = 0.5;  ///< adaptive: share of examples to leave unclipped, in [0, 1].
+  double adaptation_rate = 0.2;  ///< adaptive: eta_C, > 0.
   /// adaptive: standard deviation of the noise on the count of unclipped examples, > half the noise
   /// multiplier. Unset: a twentieth of the expected batch size, at least the noise multiplier.
   std::optional<double> count_noise = std::nullopt;
-  double least_norm = 1e-6;       ///< adaptive: C stays between these.
+  double least_norm = 1e-6;  ///< adaptive: C stays between these.
   double greatest_norm = 1e6;
-  double stability = 0.01;        ///< automatic: gamma, > 0.
+  double stability = 0.01;  ///< automatic: gamma, > 0.
 };
 
 /// What the norms of some examples lead to.
@@ -72,7 +73,8 @@ class Clipper {
   /// @param norms  For each group float64 [B], >= 0.
   ClipWeights weights(const std::vector<at::Tensor>& norms) const;
 
-  /// Multiplies all thresholds until the next call: a schedule. @throws UserError unless finite, > 0.
+  /// Multiplies all thresholds until the next call: a schedule. @throws UserError unless finite, >
+  /// 0.
   void set_scale(double scale);
 
   /// How a noise multiplier is shared between gradients and count: with the gradients' share
@@ -96,7 +98,7 @@ class Clipper {
 
  private:
   ClippingOptions options_;
-  std::vector<double> thresholds_;    // at scale 1; of adaptive, options_.max_norm is the live one
+  std::vector<double> thresholds_;  // at scale 1; of adaptive, options_.max_norm is the live one
   std::vector<std::size_t> group_of_;
   double scale_ = 1.0;
 };

@@ -40,9 +40,10 @@ void check(const DPOptimizerOptions& options) {
   GRADUS_CHECK(kComponent,
                reduction.ranks >= 1 && reduction.rank >= 0 && reduction.rank < reduction.ranks,
                "rank must be in [0, ranks); got rank ", reduction.rank, " of ", reduction.ranks);
-  GRADUS_CHECK(kComponent, reduction.ranks == 1 || reduction.sum,
-               "more than one rank must have a Reduction::sum; got none. Without it each rank would "
-               "train a model of its own");
+  GRADUS_CHECK(
+      kComponent, reduction.ranks == 1 || reduction.sum,
+      "more than one rank must have a Reduction::sum; got none. Without it each rank would "
+      "train a model of its own");
 }
 
 // Sums are as wide as SampleGradients gives them.
@@ -124,7 +125,10 @@ class DPOptimizer::State {
     return names;
   }
   void match_targets();
-  void drop() { pending_ = Pending{}; }
+  void drop() {
+    pending_ = Pending{};
+    table_.clear();  // holds something only after an exception
+  }
   void check_statistics() const;
   double scale_thresholds();
   std::vector<at::Tensor> group_norms() const;
@@ -143,8 +147,7 @@ class DPOptimizer::State {
 // nothing.
 void DPOptimizer::State::match_targets() {
   const std::vector<NamedParameter>& parameters = table_.parameters();
-  GRADUS_CHECK(kComponent,
-               options_.targets.empty() || options_.targets.size() == parameters.size(),
+  GRADUS_CHECK(kComponent, options_.targets.empty() || options_.targets.size() == parameters.size(),
                "targets must be one tensor for each of the model's ", parameters.size(),
                " parameters, or none; got ", options_.targets.size());
   std::unordered_set<const void*> stepped;
@@ -155,7 +158,8 @@ void DPOptimizer::State::match_targets() {
     const at::Tensor target = options_.targets.empty() ? tensor : options_.targets[i];
     GRADUS_CHECK(kComponent, target.defined() && target.sizes() == tensor.sizes(),
                  "the target of parameter '", name, "' must have its shape ", tensor.sizes());
-    GRADUS_CHECK(kComponent, !tensor.requires_grad() || stepped.contains(target.unsafeGetTensorImpl()),
+    GRADUS_CHECK(kComponent,
+                 !tensor.requires_grad() || stepped.contains(target.unsafeGetTensorImpl()),
                  "parameter '", name,
                  "' wants a gradient, so the optimizer must hold it; it does not. Give it to the "
                  "optimizer, or freeze it with requires_grad_(false)");
@@ -165,10 +169,11 @@ void DPOptimizer::State::match_targets() {
   const std::vector<at::Tensor> all = optimizer_.parameters();
   const std::vector<std::string> names = optimizer_.parameter_names();
   for (std::size_t i = 0; i < all.size(); ++i) {
-    GRADUS_CHECK(kComponent, ours.contains(all[i].unsafeGetTensorImpl()), "parameter '", names[i],
-                 "' of the optimizer must be one of the model's; it is not, and its gradients would "
-                 "not be private. Layers that were replaced, or a model that was moved, need a new "
-                 "optimizer");
+    GRADUS_CHECK(
+        kComponent, ours.contains(all[i].unsafeGetTensorImpl()), "parameter '", names[i],
+        "' of the optimizer must be one of the model's; it is not, and its gradients would "
+        "not be private. Layers that were replaced, or a model that was moved, need a new "
+        "optimizer");
   }
 }
 
@@ -238,7 +243,8 @@ void DPOptimizer::State::count(const ClipWeights& weights, Contribution& into) c
   into.unclipped = into.unclipped + clipper_.count(weights).cpu();
 }
 
-// All memory is there before the first sum is touched, so that an exception leaves them as they were.
+// All memory is there before the first sum is touched, so that an exception leaves them as they
+// were.
 void DPOptimizer::State::add(Contribution contribution) {
   std::vector<at::Tensor>& sums = pending_.sums;
   sums.resize(targets_.size());
@@ -292,16 +298,17 @@ at::Tensor DPOptimizer::State::accumulate(const LossFunction& loss, const Batch&
         contribution.unclipped - at::full({}, 0.5 * static_cast<double>(left_out), at::kDouble);
     if (kept.numel() == 0) break;
     const auto* index = kept.const_data_ptr<std::int64_t>();
-    current = persample::examples_at(
-        current, std::vector<std::int64_t>(index, index + kept.numel()));
+    current =
+        persample::examples_at(current, std::vector<std::int64_t>(index, index + kept.numel()));
   }
   table_.clear();
   for (std::size_t i = 0; i < versions.size() && !options_.allow_buffer_updates; ++i) {
     const auto& [name, version] = versions[i];
-    GRADUS_CHECK(kComponent, buffers[name]._version() == version, "buffer '", name,
-                 "' must not change in a forward pass of private training: it goes into the saved "
-                 "model without noise. Switch it off, or, if it does not depend on the examples, set "
-                 "allow_buffer_updates");
+    GRADUS_CHECK(
+        kComponent, buffers[name]._version() == version, "buffer '", name,
+        "' must not change in a forward pass of private training: it goes into the saved "
+        "model without noise. Switch it off, or, if it does not depend on the examples, set "
+        "allow_buffer_updates");
   }
   add(std::move(contribution));
   return losses;
@@ -344,9 +351,10 @@ DPStep DPOptimizer::State::step(bool empty) {
   GRADUS_CHECK(kComponent, !empty || pending_.examples == 0,
                "step_empty() is for a batch without examples; ", pending_.examples,
                " were accumulated. Call step()");
-  GRADUS_CHECK(kComponent, empty || pending_.examples > 0,
-               "step() needs a logical batch; nothing was accumulated. The noise of an empty batch is "
-               "added by step_empty()");
+  GRADUS_CHECK(
+      kComponent, empty || pending_.examples > 0,
+      "step() needs a logical batch; nothing was accumulated. The noise of an empty batch is "
+      "added by step_empty()");
   DPStep done{.step = steps_ + 1,
               .examples = pending_.examples,
               .clipped = pending_.clipped,
@@ -360,10 +368,9 @@ DPStep DPOptimizer::State::step(bool empty) {
   complete_sums();
   const at::Tensor norms =
       pending_.norms.empty() ? at::empty({0}, at::kDouble) : at::cat(pending_.norms);
-  accountant_->add(options_.accounted
-                       ? options_.accounted(done.noise_multiplier)
-                       : GaussianSteps{.noise_multiplier = done.noise_multiplier,
-                                       .sample_rate = 1.0});
+  accountant_->add(options_.accounted ? options_.accounted(done.noise_multiplier)
+                                      : GaussianSteps{.noise_multiplier = done.noise_multiplier,
+                                                      .sample_rate = 1.0});
   try {
     release(done);
   } catch (...) {
@@ -400,8 +407,7 @@ void DPOptimizer::State::release(DPStep& done) {
     if (!sum.defined()) continue;
     sum.div_(options_.expected_batch_size);
     // Rounded to 16 bits once, after the noise: that is post-processing.
-    targets_[i].mutable_grad() =
-        sum.to(targets_[i].device(), targets_[i].scalar_type());
+    targets_[i].mutable_grad() = sum.to(targets_[i].device(), targets_[i].scalar_type());
     sum = at::Tensor();
   }
   if (options_.clipping.policy == Clipping::adaptive)
@@ -410,9 +416,8 @@ void DPOptimizer::State::release(DPStep& done) {
 }
 
 void DPOptimizer::State::save(internal::StateWriter& write) const {
-  GRADUS_CHECK(kComponent, pending_.examples == 0,
-               "a state must be taken between logical steps; ", pending_.examples,
-               " examples are accumulated. Call step() or zero_grad() first");
+  GRADUS_CHECK(kComponent, pending_.examples == 0, "a state must be taken between logical steps; ",
+               pending_.examples, " examples are accumulated. Call step() or zero_grad() first");
   write.number("noise_multiplier", options_.noise_multiplier);
   write.number("expected_batch_size", options_.expected_batch_size);
   write.number("clipping", static_cast<double>(options_.clipping.policy));
@@ -454,9 +459,10 @@ DPOptimizer::DPOptimizer(optim::Optimizer& optimizer, std::shared_ptr<Module> mo
   check(options);
   GRADUS_CHECK(kComponent, model != nullptr, "a model must be given; got null");
   GRADUS_CHECK(kComponent, accountant != nullptr, "an accountant must be given; got null");
-  GRADUS_CHECK(kComponent, !optimizer.steps_in_backward(),
-               "the optimizer must not step in backward: noise comes after the whole logical batch. "
-               "Give it to DPOptimizer alone");
+  GRADUS_CHECK(
+      kComponent, !optimizer.steps_in_backward(),
+      "the optimizer must not step in backward: noise comes after the whole logical batch. "
+      "Give it to DPOptimizer alone");
   state_ = std::make_unique<State>(optimizer, std::move(model), std::move(accountant),
                                    std::move(options));
 }

@@ -27,8 +27,8 @@ namespace gradus::privacy {
 struct Reduction {
   std::int64_t rank = 0;   ///< This process, of `ranks`.
   std::int64_t ranks = 1;  ///< >= 1.
-  /// Replaces each tensor, in place, by its sum over all ranks; the same list, in the same order, on
-  /// every rank. Needed if ranks > 1.
+  /// Replaces each tensor, in place, by its sum over all ranks; the same list, in the same order,
+  /// on every rank. Needed if ranks > 1.
   std::function<void(const std::vector<at::Tensor>&)> sum = nullptr;
 };
 
@@ -36,8 +36,8 @@ struct DPOptimizerOptions {
   double noise_multiplier = 1.0;     ///< Sigma, finite, >= 0; 0 adds none, and epsilon is infinite.
   double expected_batch_size = 0.0;  ///< q N of all ranks, > 0: what the noisy sum is divided by.
   ClippingOptions clipping{};
-  /// Factors of the noise multiplier, and of the clipping thresholds, by logical step from 0. Any of
-  /// gradus/optim/schedule.h, with 1 for its rate. They must not depend on the data.
+  /// Factors of the noise multiplier, and of the clipping thresholds, by logical step from 0. Any
+  /// of gradus/optim/schedule.h, with 1 for its rate. They must not depend on the data.
   optim::Schedule noise_schedule = nullptr;
   optim::Schedule clip_schedule = nullptr;
   /// Seed of repeatable noise; unset: secure noise. Who knows the seed can take the noise off: for
@@ -54,33 +54,33 @@ struct DPOptimizerOptions {
   std::vector<at::Tensor> targets{};
   /// Steps the optimizer, where a call of its step() does not do: `[&] { amp.step(optimizer); }`.
   std::function<optim::StepResult()> apply = nullptr;
-  /// Buffers may change in a forward pass. They are then released without noise: only if they do not
-  /// depend on the data, as caches and counters.
+  /// Buffers may change in a forward pass. They are then released without noise: only if they do
+  /// not depend on the data, as caches and counters.
   bool allow_buffer_updates = false;
 };
 
 /// What a logical step did. The counts are this rank's, have no noise, and so are not private.
 struct DPStep {
-  std::int64_t step = 0;            ///< Logical steps so far, this one included.
-  std::int64_t examples = 0;        ///< Examples accumulated.
-  std::int64_t clipped = 0;         ///< Those whose gradient was made smaller.
-  std::int64_t non_finite = 0;      ///< Those left out because their gradient was NaN or infinite.
-  double noise_multiplier = 0.0;    ///< Accounted.
-  double max_norm = 0.0;            ///< Sensitivity of the clipped sum.
-  double noise_deviation = 0.0;     ///< Standard deviation added to each element of the sum.
-  optim::StepResult applied{};      ///< What the optimizer did.
+  std::int64_t step = 0;          ///< Logical steps so far, this one included.
+  std::int64_t examples = 0;      ///< Examples accumulated.
+  std::int64_t clipped = 0;       ///< Those whose gradient was made smaller.
+  std::int64_t non_finite = 0;    ///< Those left out because their gradient was NaN or infinite.
+  double noise_multiplier = 0.0;  ///< Accounted.
+  double max_norm = 0.0;          ///< Sensitivity of the clipped sum.
+  double noise_deviation = 0.0;   ///< Standard deviation added to each element of the sum.
+  optim::StepResult applied{};    ///< What the optimizer did.
 };
 
 /// Makes an optimizer private: clips each example's gradient, sums, adds noise to the sum once,
-/// divides by the expected batch size, and steps (Abadi et al. 2016, algorithm 1, with the divisor of
-/// Poisson sampling).
+/// divides by the expected batch size, and steps (Abadi et al. 2016, algorithm 1, with the divisor
+/// of Poisson sampling).
 ///
 /// A logical batch of any size is accumulated in micro-batches of the size that fits; noise, step
 /// and accountant see the logical batch only.
 ///
 ///     DPOptimizer private_adam(adam, model, accountant, {.noise_multiplier = 1.1, ...});
-///     for (const auto& piece : micro_batches(batch, 64)) private_adam.accumulate(loss, rows(piece));
-///     batch.empty() ? private_adam.step_empty() : private_adam.step();
+///     for (const auto& piece : micro_batches(batch, 64)) private_adam.accumulate(loss,
+///     rows(piece)); batch.empty() ? private_adam.step_empty() : private_adam.step();
 ///
 /// Takes any gradus optimizer, whose learning rates and groups stay its own. Frozen parameters
 /// (requires_grad false) cost nothing and get no noise. Not safe from two threads at once.
@@ -90,8 +90,9 @@ class DPOptimizer {
   using Batch = persample::Batch;
 
   /// @param optimizer  Outlives this. @param accountant  Told of each step before it is taken.
-  /// @throws UserError on an option out of its range; a parameter of the model that wants a gradient
-  /// and is not the optimizer's, or the other way round (by name); an optimizer in backward.
+  /// @throws UserError on an option out of its range; a parameter of the model that wants a
+  /// gradient and is not the optimizer's, or the other way round (by name); an optimizer in
+  /// backward.
   DPOptimizer(optim::Optimizer& optimizer, std::shared_ptr<torch::nn::Module> model,
               std::shared_ptr<Accountant> accountant, DPOptimizerOptions options);
   ~DPOptimizer();
@@ -101,8 +102,8 @@ class DPOptimizer {
   /// Adds the clipped gradients of a micro-batch to the logical batch. Leaves .grad alone.
   /// @param loss  Gives one loss an example, [B] (gradus/persample/vmap/examples.h).
   /// @return The losses, [B], without graph.
-  /// @throws UserError as SampleGradients::backward, and if a buffer of the model changed. After any
-  /// exception the logical batch holds what it held before: the micro-batch may be tried again.
+  /// @throws UserError as SampleGradients::backward, and if a buffer of the model changed. After
+  /// any exception the logical batch holds what it held before: the micro-batch may be tried again.
   at::Tensor accumulate(const LossFunction& loss, const Batch& batch);
   /// The same for losses [B] that are there already, by the graph engine alone: nothing checks that
   /// examples do not mix. Examples whose gradients are not finite cost the memory of all
@@ -133,8 +134,8 @@ class DPOptimizer {
   /// Which engine serves each parameter (SampleGradients::explain).
   std::vector<std::string> explain() const;
 
-  /// Steps, thresholds, noise generator (if seeded), history of the accountant, and the state of the
-  /// optimizer. @throws UserError inside a logical batch.
+  /// Steps, thresholds, noise generator (if seeded), history of the accountant, and the state of
+  /// the optimizer. @throws UserError inside a logical batch.
   StateEntries state() const;
   /// @throws UserError, with nothing changed, on the state of another sigma, clipping or expected
   /// batch size, of a seeded run for a secure one and vice versa, and as Optimizer::load_state.

@@ -1,5 +1,7 @@
 #include <gradus/privacy/training/losses.h>
 
+#include <algorithm>
+
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/movedim.h>
 
@@ -27,7 +29,7 @@ at::Tensor cross_entropy_per_example(const at::Tensor& logits, const at::Tensor&
   const std::int64_t examples = targets.size(0);
   const at::Tensor losses =
       at::cross_entropy_loss(last.reshape({-1, last.size(-1)}), targets.reshape({-1}), {},
-                             at::Reduction::None, at::SymInt(ignore_index))
+                             at::Reduction::None, ignore_index)
           .reshape({examples, targets.numel() / std::max<std::int64_t>(examples, 1)});
   const at::Tensor tokens =
       targets.reshape(losses.sizes()).ne(ignore_index).sum(1).clamp_min(1).to(losses.scalar_type());

@@ -67,6 +67,9 @@ void add_steps(History& history, const Sampler& sampler, const optim::Schedule& 
 PrivateTraining assemble(std::shared_ptr<torch::nn::Module> model, optim::Optimizer& optimizer,
                          std::unique_ptr<Sampler> sampler, const PrivacyOptions& options) {
   auto accountant = std::make_shared<Accountant>(options.accountant, options.spent);
+  // An accountant that cannot do this sampling says so before the run, not at its end.
+  if (options.accountant.kind == AccountantKind::kGaussian)
+    epsilon_of(History({sampler->accounted(1.0)}), 0.5, options.accountant);
   const Sampler& drawn = *sampler;  // lives as long as the PrivateTraining
   auto made = std::make_unique<DPOptimizer>(
       optimizer, std::move(model), accountant,
@@ -180,10 +183,10 @@ PrivateTraining make_private_with_epsilon(std::shared_ptr<torch::nn::Module> mod
     return history;
   };
   PrivacyOptions chosen = options;
-  chosen.noise_multiplier = find_noise_multiplier({.epsilon = epsilon, .delta = delta}, history_of,
-                                                  {.accountant = options.accountant,
-                                                   .spent = options.spent})
-                                .noise_multiplier;
+  chosen.noise_multiplier =
+      find_noise_multiplier({.epsilon = epsilon, .delta = delta}, history_of,
+                            {.accountant = options.accountant, .spent = options.spent})
+          .noise_multiplier;
   return assemble(std::move(model), optimizer, std::move(sampler), chosen);
 }
 

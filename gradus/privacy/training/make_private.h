@@ -16,10 +16,10 @@ namespace gradus::privacy {
 
 /// What is trained on, and for how long. Give a batch size or a sample rate, epochs or steps.
 struct DataDescription {
-  std::int64_t examples = 0;  ///< N, of all ranks together. >= 1.
+  std::int64_t examples = 0;                              ///< N, of all ranks together. >= 1.
   std::optional<std::int64_t> batch_size = std::nullopt;  ///< Expected; q is this over N exactly.
   std::optional<double> sample_rate = std::nullopt;       ///< q, in (0, 1].
-  std::optional<double> epochs = std::nullopt;       ///< Of N expected examples each, rounded to steps.
+  std::optional<double> epochs = std::nullopt;  ///< Of N expected examples each, rounded to steps.
   std::optional<std::int64_t> steps = std::nullopt;  ///< Logical steps.
   std::int64_t max_batch_size = 0;                   ///< SamplerOptions::max_batch_size.
 };
@@ -70,11 +70,11 @@ class PrivateTraining {
                              std::int64_t micro_batch);
 
   /// Sampler, thresholds, noise, history and optimizer state; the model's own state is the plain
-  /// module's. Seeded, a resumed run equals the uninterrupted one bit for bit; secure, it goes on with
-  /// fresh randomness. @throws UserError inside a logical batch.
+  /// module's. Seeded, a resumed run equals the uninterrupted one bit for bit; secure, it goes on
+  /// with fresh randomness. @throws UserError inside a logical batch.
   StateEntries state() const;
-  /// @throws UserError, with nothing changed, on the state of another N, q, sigma, clipping, kind of
-  /// sampling or generator, by name.
+  /// @throws UserError, with nothing changed, on the state of another N, q, sigma, clipping, kind
+  /// of sampling or generator, by name.
   void load_state(const StateEntries& entries);
 
  private:
@@ -87,7 +87,8 @@ class PrivateTraining {
 /// wrapped or changed: its state keeps the keys of the plain module.
 ///
 ///     auto training = make_private(model.ptr(), optimizer, {.examples = 60000, .batch_size = 512,
-///                                                           .epochs = 10}, {.noise_multiplier = 1.1});
+///                                                           .epochs = 10}, {.noise_multiplier
+///                                                           = 1.1});
 ///     while (const auto done = training.step(loss, rows, 64)) {
 ///       std::cout << done->step << ": epsilon " << training.epsilon(1e-5) << '\n';
 ///     }

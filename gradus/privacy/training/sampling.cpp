@@ -7,6 +7,7 @@
 #include <ATen/ops/nonzero.h>
 #include <ATen/ops/topk.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <gradus/base/error.h>
 #include <gradus/privacy/training/internal/state_codec.h>
@@ -88,8 +89,7 @@ void Sampler::load_state(const StateEntries& entries) {
   read.expect("examples", static_cast<double>(options_.examples), "number of examples");
   read.expect("sample_rate", options_.sample_rate, "sample rate");
   read.expect("steps", static_cast<double>(options_.steps), "number of steps");
-  read.expect("max_batch_size", static_cast<double>(options_.max_batch_size),
-              "largest batch size");
+  read.expect("max_batch_size", static_cast<double>(options_.max_batch_size), "largest batch size");
   const std::int64_t step = read.count("step");
   GRADUS_CHECK(kComponent, step >= 0 && step <= options_.steps, "state 'step' must be in [0, ",
                options_.steps, "]; got ", step);
@@ -122,9 +122,9 @@ GaussianSteps PoissonSampler::accounted(double noise_multiplier) const {
 
 UniformSampler::UniformSampler(SamplerOptions options) : Sampler(std::move(options)) {
   const double size = expected_batch_size();
-  GRADUS_CHECK(kComponent, std::abs(size - std::round(size)) < 1e-9 * size && std::round(size) >= 1.0,
-               "sample_rate times examples must be a whole number >= 1 for uniform sampling; got ",
-               size);
+  GRADUS_CHECK(
+      kComponent, std::abs(size - std::round(size)) < 1e-9 * size && std::round(size) >= 1.0,
+      "sample_rate times examples must be a whole number >= 1 for uniform sampling; got ", size);
   GRADUS_CHECK(kComponent, this->options().max_batch_size == 0,
                "max_batch_size must be 0 for uniform sampling, whose batches have one size; got ",
                this->options().max_batch_size);
@@ -137,7 +137,8 @@ at::Tensor UniformSampler::draw(NoiseGenerator& generator) const {
 }
 
 GaussianSteps UniformSampler::accounted(double noise_multiplier) const {
-  return {.noise_multiplier = noise_multiplier / 2.0, .sample_rate = options().sample_rate, .steps = 1};
+  return {
+      .noise_multiplier = noise_multiplier / 2.0, .sample_rate = options().sample_rate, .steps = 1};
 }
 
 std::unique_ptr<Sampler> make_sampler(Sampling kind, SamplerOptions options) {

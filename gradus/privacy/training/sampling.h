@@ -21,14 +21,15 @@ enum class Sampling : std::uint8_t {
 };
 
 struct SamplerOptions {
-  std::int64_t examples = 0;   ///< N, of all ranks together. >= 1.
-  double sample_rate = 0.0;    ///< q in (0, 1]: the expected batch size over N, not 1 / batches.
-  std::int64_t steps = 1;      ///< Logical batches to draw. >= 1.
+  std::int64_t examples = 0;  ///< N, of all ranks together. >= 1.
+  double sample_rate = 0.0;   ///< q in (0, 1]: the expected batch size over N, not 1 / batches.
+  std::int64_t steps = 1;     ///< Logical batches to draw. >= 1.
   /// Larger Poisson batches are cut to this many examples, drawn at random; 0 cuts none. The
   /// accountant adds what that costs (truncated_sampling.h).
   std::int64_t max_batch_size = 0;
-  /// Seed of a repeatable draw; unset: a secure one. Whoever can guess which examples are in a batch
-  /// takes the amplification by sampling away, so that a seed is for tests and must stay secret.
+  /// Seed of a repeatable draw; unset: a secure one. Whoever can guess which examples are in a
+  /// batch takes the amplification by sampling away, so that a seed is for tests and must stay
+  /// secret.
   std::optional<std::uint64_t> seed = std::nullopt;
   std::int64_t rank = 0;   ///< This process, of `ranks`.
   std::int64_t ranks = 1;  ///< Processes that share each batch. >= 1.
@@ -39,18 +40,20 @@ struct SamplerOptions {
 
 /// Draws the logical batches of private training. Not safe from two threads at once.
 ///
-///     auto sampler = make_sampler(Sampling::poisson, {.examples = 60000, .sample_rate = 256.0 / 60000,
+///     auto sampler = make_sampler(Sampling::poisson, {.examples = 60000, .sample_rate = 256.0 /
+///     60000,
 ///                                                     .steps = 3000});
-///     while (const auto batch = sampler->next()) { ... }   // batch may be empty: step all the same
+///     while (const auto batch = sampler->next()) { ... }   // batch may be empty: step all the
+///     same
 class Sampler {
  public:
   virtual ~Sampler() = default;
   Sampler(const Sampler&) = delete;
   Sampler& operator=(const Sampler&) = delete;
 
-  /// Indices of this rank's share of the next batch, ascending; nothing after the last. All ranks see
-  /// the same draw, and rank r of R has its r-th, r+R-th, ... example. An empty batch is a batch: its
-  /// noise must be added and counted.
+  /// Indices of this rank's share of the next batch, ascending; nothing after the last. All ranks
+  /// see the same draw, and rank r of R has its r-th, r+R-th, ... example. An empty batch is a
+  /// batch: its noise must be added and counted.
   std::optional<std::vector<std::int64_t>> next();
 
   std::int64_t step() const { return step_; }  ///< Batches drawn so far.
@@ -96,9 +99,9 @@ class PoissonSampler final : public Sampler {
 /// q N examples, without replacement in a batch, each batch on its own.
 ///
 /// Accounted as Poisson sampling at rate q with half the noise: when one example comes or goes, the
-/// batch swaps one with probability at most q, which moves the clipped sum by up to 2 C, so that each
-/// direction is dominated by the Poisson-subsampled Gaussian pair of sensitivity 2 C (docs has the
-/// proof). Its use is a fixed shape of batches; it costs twice the noise.
+/// batch swaps one with probability at most q, which moves the clipped sum by up to 2 C, so that
+/// each direction is dominated by the Poisson-subsampled Gaussian pair of sensitivity 2 C (docs has
+/// the proof). Its use is a fixed shape of batches; it costs twice the noise.
 class UniformSampler final : public Sampler {
  public:
   /// @throws UserError on an option out of its range; q N no whole number; max_batch_size set.

@@ -96,8 +96,9 @@ std::optional<NoiseState> StateReader::noise(const std::string& name, bool secur
   const auto found = entries_.find(name);
   const bool was_secure = found != entries_.end() && found->second.numel() == 0;
   GRADUS_CHECK(kComponent, found == entries_.end() || was_secure == secure, "the generator '", name,
-               "' must be ", was_secure ? "secure" : "seeded", " as it was when the state was saved",
-               "; got a ", secure ? "secure" : "seeded", " one");
+               "' must be ", was_secure ? "secure" : "seeded",
+               " as it was when the state was saved", "; got a ", secure ? "secure" : "seeded",
+               " one");
   if (secure) {
     take(name);
     return std::nullopt;
@@ -112,9 +113,9 @@ std::optional<NoiseState> StateReader::noise(const std::string& name, bool secur
 
 History StateReader::history() {
   const auto counts_entry = entries_.find("history.counts");
-  const std::int64_t n =
-      counts_entry != entries_.end() && counts_entry->second.dim() == 2 ? counts_entry->second.size(0)
-                                                                        : 0;
+  const std::int64_t n = counts_entry != entries_.end() && counts_entry->second.dim() == 2
+                             ? counts_entry->second.size(0)
+                             : 0;
   const at::Tensor numbers = tensor("history.numbers", at::kDouble, {n, 2});
   const at::Tensor counts = tensor("history.counts", at::kLong, {n, 3});
   const auto* number = numbers.const_data_ptr<double>();
@@ -132,8 +133,8 @@ History StateReader::history() {
 
 StateEntries StateReader::under(const std::string& prefix) {
   StateEntries found;
-  for (auto at = entries_.lower_bound(prefix); at != entries_.end() && at->first.starts_with(prefix);
-       at = entries_.erase(at)) {
+  for (auto at = entries_.lower_bound(prefix);
+       at != entries_.end() && at->first.starts_with(prefix); at = entries_.erase(at)) {
     found.emplace_back(at->first.substr(prefix.size()), at->second);
   }
   return found;
@@ -141,10 +142,11 @@ StateEntries StateReader::under(const std::string& prefix) {
 
 void StateReader::expect(const std::string& name, double expected, const char* meaning) {
   const double got = number(name);
-  GRADUS_CHECK(kComponent, got == expected, "the ", meaning,
-               " of the state must be that of this run, ", expected, "; got ", got,
-               ". Make the run private with the settings that were saved; to go on with others, start "
-               "a new one and give the old history as spent");
+  GRADUS_CHECK(
+      kComponent, got == expected, "the ", meaning, " of the state must be that of this run, ",
+      expected, "; got ", got,
+      ". Make the run private with the settings that were saved; to go on with others, start "
+      "a new one and give the old history as spent");
 }
 
 void StateReader::finish() const {

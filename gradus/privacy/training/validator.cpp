@@ -88,10 +88,11 @@ void find_embeddings(const std::string& name, Module& module, std::vector<Privac
     issues.push_back(
         {.module = name,
          .type = fault.type,
-         .reason = scales ? "scale_grad_by_freq divides an example's gradient by how often its rows "
-                            "are in the whole batch"
-                          : "max_norm changes the rows of the weight that a batch reads, in the "
-                            "forward pass and without noise",
+         .reason = scales
+                       ? "scale_grad_by_freq divides an example's gradient by how often its rows "
+                         "are in the whole batch"
+                       : "max_norm changes the rows of the weight that a batch reads, in the "
+                         "forward pass and without noise",
          .cure = base::join("Construct it without ", fault.option, ", or call privacy::fix(model)"),
          .fixable = true});
   }
@@ -104,15 +105,16 @@ void find_batch_norms(const Module& model, std::vector<PrivacyIssue>& issues) {
     std::string cure = base::join("Use GroupNorm(min(32, C), C) with C = ", layer.features);
     cure += fixable
                 ? ": privacy::fix(model) puts it in place before the optimizer is made"
-                : base::join(" in the model's code (it cannot be replaced from outside: ",
-                             layer.obstacle,
-                             "), or hold an accumulate::GroupNormGuard wherever the model runs and "
-                             "set ValidatorOptions::group_norm_guard");
+                : base::join(
+                      " in the model's code (it cannot be replaced from outside: ", layer.obstacle,
+                      "), or hold an accumulate::GroupNormGuard wherever the model runs and "
+                      "set ValidatorOptions::group_norm_guard");
     cure += "; or freeze its statistics with eval()";
     issues.push_back({.module = layer.name,
                       .type = layer.type,
-                      .reason = "it normalises over the batch, so that one example's output depends "
-                                "on the others",
+                      .reason =
+                          "it normalises over the batch, so that one example's output depends "
+                          "on the others",
                       .cure = std::move(cure),
                       .fixable = fixable});
   }
@@ -133,8 +135,9 @@ void find_advice(const std::string& name, const Module& module, const ValidatorO
   if (narrow && !options.master_weights) {
     issues.push_back({.module = name,
                       .type = module.name(),
-                      .reason = "its parameters have 16 bits and no master weights: updates smaller "
-                                "than their last digit are lost",
+                      .reason =
+                          "its parameters have 16 bits and no master weights: updates smaller "
+                          "than their last digit are lost",
                       .cure = "Use amp::initialize and give its masters as targets, or keep the "
                               "parameters in float32 and run under autocast",
                       .refused = false});
@@ -180,8 +183,9 @@ std::vector<PrivacyIssue> find_issues(const Module& model, const ValidatorOption
     if (const char* type = instance_norm(module, /*off=*/false)) {
       issues.push_back({.module = name,
                         .type = type,
-                        .reason = "its running statistics are sums over examples without noise, which "
-                                  "go into the saved model",
+                        .reason =
+                            "its running statistics are sums over examples without noise, which "
+                            "go into the saved model",
                         .cure = "Construct it with track_running_stats(false), or call "
                                 "privacy::fix(model)",
                         .fixable = true});
@@ -208,7 +212,8 @@ void validate(const Module& model, const ValidatorOptions& options) {
     if (issue.refused) refused += base::join("\n  ", describe(issue));
   }
   GRADUS_CHECK(kComponent, refused.empty(),
-               "each layer must treat every example by itself and keep nothing of it; got", refused);
+               "each layer must treat every example by itself and keep nothing of it; got",
+               refused);
 }
 
 FixReport fix(Module& model) {
@@ -222,8 +227,8 @@ FixReport fix(Module& model) {
     for (const EmbeddingFault& fault : embedding_faults(module, /*off=*/true))
       report.fixed.push_back(base::join(named(name), ": ", fault.type, " without ", fault.option));
   });
-  // The outermost first, which converts what is below it too. By name, as conversion ends layers, not
-  // Sequentials.
+  // The outermost first, which converts what is below it too. By name, as conversion ends layers,
+  // not Sequentials.
   for (const auto& [name, module] : sequentials) fix_sequential(name, *module, report.fixed);
   for (const PrivacyIssue& issue : find_issues(model)) {
     if (issue.refused) report.remaining.push_back(issue);

@@ -21,8 +21,8 @@ struct PrivacyIssue {
 };
 
 struct ValidatorOptions {
-  /// An accumulate::GroupNormGuard lives wherever the model runs, so that its BatchNorm layers compute
-  /// group normalisation.
+  /// An accumulate::GroupNormGuard lives wherever the model runs, so that its BatchNorm layers
+  /// compute group normalisation.
   bool group_norm_guard = false;
   /// The optimizer steps on wider master weights of 16-bit parameters.
   bool master_weights = false;
@@ -31,13 +31,15 @@ struct ValidatorOptions {
 /// What is wrong with @p model, in the order of its modules:
 ///  - BatchNorm in training mode, or without running statistics (an example's output depends on the
 ///    others), frozen or not; in eval mode it is fine;
-///  - InstanceNorm in training mode that keeps running statistics (they are released without noise);
-///  - Embedding and EmbeddingBag with scale_grad_by_freq (an example's gradient depends on the others)
+///  - InstanceNorm in training mode that keeps running statistics (they are released without
+///  noise);
+///  - Embedding and EmbeddingBag with scale_grad_by_freq (an example's gradient depends on the
+///  others)
 ///    or max_norm (the forward pass changes the weights, without noise, in the rows that it reads);
 ///  - advice: 16-bit parameters without master weights; RNN, LSTM and GRU on CUDA, whose fused
 ///    kernels hide the steps.
-/// What a layer does that is none of torch::nn's is for SampleGradients to see, which changes examples
-/// and compares, and for DPOptimizer, which watches buffers.
+/// What a layer does that is none of torch::nn's is for SampleGradients to see, which changes
+/// examples and compares, and for DPOptimizer, which watches buffers.
 std::vector<PrivacyIssue> find_issues(const torch::nn::Module& model,
                                       const ValidatorOptions& options = {});
 
@@ -49,13 +51,13 @@ std::string describe(const PrivacyIssue& issue);
 
 /// What fix() did, and what it could not do.
 struct FixReport {
-  std::vector<std::string> fixed{};     ///< "features.1: BatchNorm2d -> GroupNorm(32, 64)".
+  std::vector<std::string> fixed{};       ///< "features.1: BatchNorm2d -> GroupNorm(32, 64)".
   std::vector<PrivacyIssue> remaining{};  ///< Refused still.
 };
 
-/// Cures what can be cured in place: BatchNorm in a Sequential becomes GroupNorm (groups: the largest
-/// divisor of the C channels that is at most min(32, C / 2), weights copied), running statistics of
-/// InstanceNorm, scale_grad_by_freq and max_norm are switched off.
+/// Cures what can be cured in place: BatchNorm in a Sequential becomes GroupNorm (groups: the
+/// largest divisor of the C channels that is at most min(32, C / 2), weights copied), running
+/// statistics of InstanceNorm, scale_grad_by_freq and max_norm are switched off.
 ///
 /// A C++ forward calls its own handle to a layer, so that a BatchNorm which is a member of a custom
 /// module, or stands in a ModuleList, cannot be replaced from outside: it remains, and is named.
