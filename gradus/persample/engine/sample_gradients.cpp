@@ -142,7 +142,7 @@ class SampleGradients::State {
                              const LossFunction& loss, const Batch& batch) const;
   void add_formed(Engine engine, const Verdict& verdict, const LossFunction& loss,
                   const Batch& batch);
-  std::vector<std::int64_t> checked(std::int64_t examples) const;
+  std::vector<std::int64_t> checked(const at::Tensor& losses) const;
   double tolerance(const at::Tensor& parameter) const {
     if (parameter.scalar_type() == at::kDouble) return options_.tolerance_float64;
     return parameter.element_size() == 4 ? options_.tolerance_float32 : options_.tolerance_16bit;
@@ -169,11 +169,17 @@ void SampleGradients::State::check_module() const {
   }
 }
 
-std::vector<std::int64_t> SampleGradients::State::checked(std::int64_t examples) const {
+// Examples to compare with the loop, spread over those whose loss is a number.
+std::vector<std::int64_t> SampleGradients::State::checked(const at::Tensor& losses) const {
+  std::vector<std::int64_t> finite;
+  for (std::int64_t i = 0; i < losses.size(0); ++i) {
+    if (std::isfinite(losses[i].item<double>())) finite.push_back(i);
+  }
   std::vector<std::int64_t> indices;
-  const std::int64_t count = std::min(options_.checked_examples, examples);
+  const auto last = static_cast<std::int64_t>(finite.size()) - 1;
+  const std::int64_t count = std::min(options_.checked_examples, last + 1);
   for (std::int64_t i = 0; i < count; ++i) {
-    indices.push_back(count == 1 ? 0 : i * (examples - 1) / (count - 1));
+    indices.push_back(finite[static_cast<std::size_t>(count == 1 ? 0 : i * last / (count - 1))]);
   }
   return indices;
 }
@@ -320,8 +326,8 @@ void SampleGradients::State::check_mixing(const LossFunction& loss, const Batch&
     }
     const at::Tensor now = loss(other).detach();
     const at::Tensor difference = (now - losses).abs().to(at::kDouble);
-    const at::Tensor bound =
-        kUnchanged * (losses.abs().to(at::kDouble) + losses.abs().mean().to(at::kDouble));
+    const at::Tensor sizes = losses.abs().to(at::kDouble).nan_to_num(0, 0, 0);
+    const at::Tensor bound = kUnchanged * (sizes + sizes.mean());
     for (std::int64_t i = 0; i < losses.size(0); ++i) {
       if (i == at) continue;
       const double by = difference[i].item<double>();
@@ -345,7 +351,7 @@ const SampleGradients::State::Verdict& SampleGradients::State::examine(const Los
   for (std::size_t i = 0; i < count; ++i) {
     if (wanted(i)) all.push_back(i);
   }
-  const std::vector<std::int64_t> examples = checked(count_examples(batch));
+  std::vector<std::int64_t> examples;
   std::vector<std::size_t> wrong;
   std::vector<at::Tensor> want;
   bool drew = false;
@@ -357,6 +363,7 @@ const SampleGradients::State::Verdict& SampleGradients::State::examine(const Los
       return loss(of);
     };
     at::Tensor losses = with_same_draws(batch);
+    examples = checked(losses.detach());
     if (options_.check_mixing) {
       check_mixing(with_same_draws, batch, losses.detach(), join_names(fixed.suspects()));
     }

@@ -23,6 +23,7 @@ namespace {
 
 constexpr std::int64_t kNobody = -1;
 constexpr std::int64_t kSeveral = -2;
+constexpr std::int64_t kUnreadable = -3;  // infinite or no number
 // Scaling by a power of two is exact; this is the rounding of the logarithm.
 constexpr double kExponentTolerance = 1e-9;
 
@@ -124,9 +125,11 @@ struct Digits {
       return silent ? kNobody : kSeveral;
     }
     if (reference < smallest) return kNobody;
+    if (!std::isfinite(reference)) return kUnreadable;
     std::int64_t found = 0;
     std::int64_t place = 1;
     for (const double square : squares) {
+      if (!std::isfinite(square)) return kUnreadable;
       const double exponent = std::log2(square / reference) / 2;
       const double digit = std::round(exponent);
       if (!(std::abs(exponent - digit) <= kExponentTolerance) || digit < 0 ||
@@ -180,6 +183,7 @@ Owner owner_of(const std::vector<Profile>& profiles, const Digits& digits, std::
   std::optional<Layout> regular;
   std::optional<Layout> irregular;
   std::size_t most = 0;  // examples seen along one dimension
+  bool readable = whole != kUnreadable;
   const std::size_t dims = profiles[0].by_dim.size();
   for (std::size_t dim = 0; dim < dims; ++dim) {
     std::vector<std::int64_t> owners;
@@ -189,6 +193,12 @@ Owner owner_of(const std::vector<Profile>& profiles, const Digits& digits, std::
     if (std::find(owners.begin(), owners.end(), kSeveral) != owners.end()) continue;
     std::set<std::int64_t> seen(owners.begin(), owners.end());
     seen.erase(kNobody);
+    if (seen.erase(kUnreadable) > 0) {
+      // The rest must tell: a sum over examples of which one is infinite is infinite all over.
+      readable = false;
+      if (seen.empty()) continue;
+      std::replace(owners.begin(), owners.end(), kUnreadable, kNobody);
+    }
     const bool tells_more = seen.size() > most;
     most = std::max(most, seen.size());
     const Layout here{.examples = examples, .dim = static_cast<std::int64_t>(dim)};
@@ -203,9 +213,9 @@ Owner owner_of(const std::vector<Profile>& profiles, const Digits& digits, std::
     }
   }
   // In the norm of the whole a small gradient of one example is lost beside a large one of another.
-  const bool several_seen = whole == kSeveral || most > 1;
+  const bool several_seen = whole == kSeveral || whole == kUnreadable || most > 1;
   if (regular && (several_seen || fits == 1)) {
-    return {Owner::Kind::examples, *regular, several_seen && fits == 1};
+    return {Owner::Kind::examples, *regular, several_seen && fits == 1 && readable};
   }
   if (!several_seen) {
     // All of one example: right for this batch, wherever the examples lie.

@@ -1,6 +1,7 @@
 #include <gradus/persample/graph/graph_gradients.h>
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -335,6 +336,23 @@ TEST_F(GraphGradientsTest, MixedExamplesAreRefusedByName) {  // P21
   EXPECT_THAT(refusal(named(*counted), by_example(counted(at::randint(10, {4, 5})).square())),
               HasSubstr("scale_grad_by_freq"));
   EXPECT_THAT(refusal(named(*model), first(x).sum()), HasSubstr("[B]"));
+}
+
+TEST_F(GraphGradientsTest, AnExampleThatIsNoNumberSpoilsNoOther) {
+  nn::Linear first(6, 6), second(6, 3);
+  nn::ModuleList model(first, second);
+  model->to(at::kDouble);
+  const auto loss = [&](const Batch& b) { return by_example(second(first(b[0]).tanh()).square()); };
+  auto x = doubles({4, 5, 6});
+  x[2][0][0] = std::numeric_limits<double>::quiet_NaN();
+  GraphGradients table(named(*model));
+  table.backward(loss({x}));
+  const auto want = loop(named(*model), loss, {x});
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    for (const std::int64_t b : {0, 1, 3}) {
+      EXPECT_LE(relative(table.gradients(i)[b], want[i][b]), kTolerance) << b;
+    }
+  }
 }
 
 TEST_F(GraphGradientsTest, LearnsAGraphOnceForBatchesOfAnySize) {

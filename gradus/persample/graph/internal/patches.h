@@ -36,8 +36,8 @@ at::Tensor gather_windows_by_operators(const at::Tensor& values, const Triple& s
 
 /// Sums of products of shifted squares: for each example n, sum over shifts of
 /// sum_{t, s < M} wide[n, t + shift, s + shift] narrow[n, t, s], float64 [n]. @p wide [n, P, P] and
-/// @p narrow [n, M, M] are symmetric, of one dtype, on the CPU; M + max(shifts) <= P. What lies left of
-/// their diagonals is not read.
+/// @p narrow [n, M, M] are symmetric, of one dtype, on the CPU; M + max(shifts) <= P. What lies
+/// left of their diagonals is not read.
 at::Tensor shifted_products(const at::Tensor& wide, const at::Tensor& narrow,
                             const std::vector<std::int64_t>& shifts);
 
