@@ -59,8 +59,10 @@ struct Network : nn::Module {
 
   Network() {
     tokens = register_module("tokens", nn::Embedding(50, kWidth));
-    convolution = register_module("convolution", nn::Conv1d(nn::Conv1dOptions(kWidth, kWidth, 3).padding(1)));
-    for (int i = 0; i < kBlocks; ++i) blocks.push_back(register_module("block" + std::to_string(i), std::make_shared<Block>()));
+    convolution =
+        register_module("convolution", nn::Conv1d(nn::Conv1dOptions(kWidth, kWidth, 3).padding(1)));
+    for (int i = 0; i < kBlocks; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), std::make_shared<Block>()));
     memory = register_module("memory", nn::LSTM(nn::LSTMOptions(kWidth, kWidth).batch_first(true)));
     head = register_module("head", nn::Linear(kWidth, 50));
   }
@@ -72,11 +74,14 @@ struct Network : nn::Module {
       if (recompute == Recompute::no) {
         x = run(x);
       } else {
-        x = recompute::checkpoint(recompute::CheckpointOptions{.reentrant = recompute == Recompute::reentrant}, run, x);
+        x = recompute::checkpoint(
+            recompute::CheckpointOptions{.reentrant = recompute == Recompute::reentrant}, run, x);
       }
     }
     x = std::get<0>(memory(x));
-    return at::cross_entropy_loss(head(x).transpose(1, 2).to(at::kFloat), batch[1], {}, at::Reduction::None).mean(1);
+    return at::cross_entropy_loss(head(x).transpose(1, 2).to(at::kFloat), batch[1], {},
+                                  at::Reduction::None)
+        .mean(1);
   }
 };
 
@@ -119,8 +124,10 @@ Outcome run(Recompute recompute, const std::function<std::shared_ptr<void>()>& a
 
 void expect_same(const Outcome& got, const Outcome& want) {
   EXPECT_TRUE(got.lines.empty()) << got.lines.front();
-  for (std::size_t i = 0; i < want.norms.size(); ++i) EXPECT_TRUE(got.norms[i].equal(want.norms[i])) << i;
-  for (std::size_t i = 0; i < want.weights.size(); ++i) EXPECT_TRUE(got.weights[i].equal(want.weights[i])) << i;
+  for (std::size_t i = 0; i < want.norms.size(); ++i)
+    EXPECT_TRUE(got.norms[i].equal(want.norms[i])) << i;
+  for (std::size_t i = 0; i < want.weights.size(); ++i)
+    EXPECT_TRUE(got.weights[i].equal(want.weights[i])) << i;
 }
 
 TEST(PersampleCompositionTest, CheckpointedBlocksAreEqualBitForBit) {  // P23
@@ -151,18 +158,21 @@ TEST(PersampleCompositionTest, BlocksThatHideTheirGraphFallBackAndAreRight) {  /
   }
   for (std::size_t i = 0; i < want.size(); ++i) {
     const double scale = want[i].norm().item<double>() + 1e-3;
-    EXPECT_LE((table.gradients(i) - want[i]).norm().item<double>(), 1e-4 * scale) << table.parameters()[i].name;
+    EXPECT_LE((table.gradients(i) - want[i]).norm().item<double>(), 1e-4 * scale)
+        << table.parameters()[i].name;
   }
   EXPECT_FALSE(lines.empty());
 }
 
 TEST(PersampleCompositionTest, MemoryBudgetsAreEqualBitForBit) {
   const Outcome plain = run(Recompute::no);
-  const std::int64_t limit = plain.resting_bytes + (plain.peak_bytes - plain.resting_bytes) * 85 / 100;
+  const std::int64_t limit =
+      plain.resting_bytes + (plain.peak_bytes - plain.resting_bytes) * 85 / 100;
   {
     SCOPED_TRACE("online");
     const Outcome got = run(Recompute::no, [&] {
-      return std::make_shared<recompute::MemoryBudget>(recompute::MemoryBudgetOptions{.limit_bytes = limit});
+      return std::make_shared<recompute::MemoryBudget>(
+          recompute::MemoryBudgetOptions{.limit_bytes = limit});
     });
     expect_same(got, plain);
     EXPECT_LE(got.peak_bytes, limit);
@@ -170,7 +180,8 @@ TEST(PersampleCompositionTest, MemoryBudgetsAreEqualBitForBit) {
   {
     SCOPED_TRACE("planned");
     const Outcome got = run(Recompute::no, [&] {
-      return std::make_shared<plan::PlannedBudget>(plan::PlannedBudgetOptions{.limit_bytes = limit});
+      return std::make_shared<plan::PlannedBudget>(
+          plan::PlannedBudgetOptions{.limit_bytes = limit});
     });
     expect_same(got, plain);
     EXPECT_LE(got.peak_bytes, limit);
@@ -181,14 +192,17 @@ TEST(PersampleCompositionTest, OffloadAndLosslessCompressionAreEqualBitForBit) {
   const Outcome plain = run(Recompute::no);
   offload::OffloadOptions to_host;
   to_host.target = offload::Target::host;
-  expect_same(run(Recompute::no, [&] { return std::make_shared<offload::OffloadGuard>(to_host); }), plain);
-  expect_same(run(Recompute::no, [] { return std::make_shared<compress::CompressGuard>(); }), plain);
+  expect_same(run(Recompute::no, [&] { return std::make_shared<offload::OffloadGuard>(to_host); }),
+              plain);
+  expect_same(run(Recompute::no, [] { return std::make_shared<compress::CompressGuard>(); }),
+              plain);
 }
 
 TEST(PersampleCompositionTest, AutocastKeepsNormsAndSumsInFloat) {  // P16
   const auto run_in = [](std::optional<at::ScalarType> type) {
     torch::manual_seed(5);
-    nn::Sequential model(nn::Linear(32, 32), nn::LayerNorm(nn::LayerNormOptions({32})), nn::Linear(32, 10));
+    nn::Sequential model(nn::Linear(32, 32), nn::LayerNorm(nn::LayerNormOptions({32})),
+                         nn::Linear(32, 10));
     std::vector<std::string> lines;
     SampleOptions options;
     options.log = [&](const std::string& line) { lines.push_back(line); };
@@ -197,7 +211,8 @@ TEST(PersampleCompositionTest, AutocastKeepsNormsAndSumsInFloat) {  // P16
         [&](const Batch& b) {
           std::optional<amp::AutocastGuard> autocast;
           if (type) autocast.emplace(amp::AutocastOptions{.dtype = type});
-          return at::cross_entropy_loss(model->forward(b[0]).to(at::kFloat), b[1], {}, at::Reduction::None);
+          return at::cross_entropy_loss(model->forward(b[0]).to(at::kFloat), b[1], {},
+                                        at::Reduction::None);
         },
         {at::randn({16, 32}), at::randint(10, {16})});
     for (std::size_t i = 0; i < 6; ++i) EXPECT_EQ(table.gradients(i).scalar_type(), at::kFloat);
@@ -207,6 +222,18 @@ TEST(PersampleCompositionTest, AutocastKeepsNormsAndSumsInFloat) {  // P16
   const auto [rounded, lines] = run_in(at::kBFloat16);
   EXPECT_TRUE(none.empty());
   EXPECT_LE(((rounded - exact).norm() / exact.norm()).item<double>(), 1e-2);
+}
+
+TEST(PersampleCompositionTest, SumsReadInsideAnAutocastRegionAreInFloat) {
+  torch::manual_seed(5);
+  nn::Linear layer(64, 64);
+  SampleGradients table(layer.ptr());
+  table.backward([&](const Batch& b) { return layer(b[0]).square().flatten(1).sum(1); },
+                 {at::randn({8, 3, 64})});
+  const Tensor weights = at::linspace(0.1, 1, 8);
+  const Tensor outside = table.weighted_sum(0, weights);
+  const amp::AutocastGuard autocast({.dtype = at::kBFloat16});
+  EXPECT_TRUE(table.weighted_sum(0, weights).equal(outside));
 }
 
 }  // namespace

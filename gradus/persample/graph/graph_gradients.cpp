@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -14,12 +15,14 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <gradus/amp/autocast/autocast.h>
 #include <gradus/base/error.h>
 #include <gradus/base/names.h>
 #include <gradus/persample/graph/analysis.h>
 #include <gradus/persample/graph/rule.h>
 #include <gradus/persample/graph/term.h>
 #include <gradus/plane/grad/operands.h>
+#include <gradus/plane/op/op_plane.h>
 
 namespace gradus::persample {
 
@@ -61,6 +64,20 @@ Way way_from(const Graph& graph, const grad::EdgeView& start) {
   }
   return {};
 }
+
+// Without gradient recording and autocast: the numbers of a reader are not part of its program.
+class [[nodiscard]] InFull {
+ public:
+  InFull() {
+    if (plane::op::newest(plane::op::Order::autocast) != nullptr) {
+      off_.emplace(amp::AutocastOptions{.enabled = false});
+    }
+  }
+
+ private:
+  at::NoGradGuard no_grad_;
+  std::optional<amp::AutocastGuard> off_;
+};
 
 double milliseconds_of(const auto& work) {
   double best = 0;
@@ -481,16 +498,16 @@ const std::vector<NamedParameter>& GraphGradients::parameters() const {
   return table_->parameters();
 }
 at::Tensor GraphGradients::gradients(std::size_t index, bool sparse) const {
-  const at::NoGradGuard no_grad;
+  const InFull in_full;
   return table_->gradients(index, sparse);
 }
 at::Tensor GraphGradients::norms(std::size_t index) const {
-  const at::NoGradGuard no_grad;
+  const InFull in_full;
   return table_->squared_norms(index).sqrt();
 }
 
 at::Tensor GraphGradients::norms() const {
-  const at::NoGradGuard no_grad;
+  const InFull in_full;
   at::Tensor total;
   for (std::size_t i = 0; i < parameters().size(); ++i) {
     if (!table_->wanted(i)) continue;
@@ -501,7 +518,7 @@ at::Tensor GraphGradients::norms() const {
 }
 
 at::Tensor GraphGradients::weighted_sum(std::size_t index, const at::Tensor& weights) const {
-  const at::NoGradGuard no_grad;
+  const InFull in_full;
   return table_->weighted_sum(index, weights);
 }
 
