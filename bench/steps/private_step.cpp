@@ -16,8 +16,7 @@
 #include <gradus/base/error.h>
 #include <gradus/base/memory_tracker.h>
 #include <gradus/optim/sgd.h>
-#include <gradus/persample/engine/sample_gradients.h>
-#include <gradus/privacy/noise/noise.h>
+#include <gradus/privacy/training/dp_optimizer.h>
 
 namespace gradus::bench {
 
@@ -192,10 +191,8 @@ struct Training {
   std::function<at::Tensor(const at::Tensor&)> forward;
   at::Tensor inputs, targets;
   bool is_private = false;
-  double noise = 0;
   std::unique_ptr<optim::SGD> optimizer;
-  std::unique_ptr<persample::SampleGradients> table;
-  privacy::NoiseGenerator generator = privacy::NoiseGenerator::seeded(0);
+  std::unique_ptr<privacy::DPOptimizer> dp;
 
   template <typename Model>
   void use() {
@@ -241,11 +238,16 @@ struct Training {
         options.mode == "plain" || options.mode == "private" || options.mode == "noiseless",
         "--mode is plain, private or noiseless; got '", options.mode, "'");
     is_private = options.mode != "plain";
-    noise = options.mode == "private" ? kNoise : 0;
     optimizer =
         std::make_unique<optim::SGD>(module->parameters(), optim::SGDOptions{.lr = kLearningRate});
     if (is_private) {
-      table = std::make_unique<persample::SampleGradients>(persample::parameters_of(*module));
+      privacy::DPOptimizerOptions how;
+      how.noise_multiplier = options.mode == "private" ? kNoise : 0;
+      how.expected_batch_size = static_cast<double>(sizes[0]);
+      how.clipping.max_norm = kMaxNorm;
+      how.seed = options.seed;  // Opacus' noise is not secure by default either
+      dp = std::make_unique<privacy::DPOptimizer>(*optimizer, module,
+                                                  std::make_shared<privacy::Accountant>(), how);
     }
     if (options.track) base::MemoryTracker::install();
   }
@@ -261,8 +263,8 @@ struct Training {
   }
 
   double private_step() {
-    optimizer->zero_grad();
-    const auto losses = table->backward(
+    dp->zero_grad();
+    const auto losses = dp->accumulate(
         [&](const persample::Batch& batch) {
           const auto outputs = forward(batch[0]);
           return at::cross_entropy_loss(outputs.view({-1, outputs.size(-1)}), batch[1].view({-1}),
@@ -271,16 +273,7 @@ struct Training {
               .mean(1);
         },
         {inputs, targets});
-    // The mean, so that it needs no pass of its own over the gradients.
-    const auto examples = static_cast<double>(inputs.size(0));
-    const at::Tensor weights = (kMaxNorm / (table->norms() + 1e-6)).clamp_max(1.0) / examples;
-    std::vector<at::Tensor> sums = table->weighted_sums(weights);
-    if (noise > 0) generator.add_gaussian_(sums, noise * kMaxNorm / examples);
-    const auto parameters = table->parameters();
-    for (std::size_t i = 0; i < sums.size(); ++i) {
-      parameters[i].tensor.mutable_grad() = sums[i];
-    }
-    optimizer->step();
+    dp->step();
     return losses.mean().item<double>();
   }
 

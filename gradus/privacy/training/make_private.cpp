@@ -127,6 +127,7 @@ std::optional<DPStep> PrivateTraining::step(const persample::LossFunction& loss,
   const auto batch = sampler_->next();
   if (!batch) return std::nullopt;
   if (batch->empty()) return optimizer_->step_empty();
+  optimizer_->zero_grad();  // the last step's gradients would stand beside the new sums
   try {
     for (const auto& piece : micro_batches(*batch, micro_batch)) {
       const persample::Batch rows = fetch(piece);
