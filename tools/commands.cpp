@@ -27,6 +27,7 @@
 #include <gradus/distributed/comm/spawn.h>
 #include <gradus/report/plan_page.h>
 #include <gradus/state/atomic_file.h>
+#include <gradus/train/classification_task.h>
 #include <gradus/train/config.h>
 #include <gradus/train/device.h>
 #include <gradus/train/explain.h>
@@ -59,11 +60,22 @@ void add_key_flags(CLI::App& command, FlagValues& values, const std::vector<std:
     if (std::find(tables.begin(), tables.end(), key.table) == tables.end()) continue;
     TrainConfig defaults;
     const std::string text = train::key_text(defaults, key);
+    const char* const group = "Configuration (also keys of the TOML file)";
+    // What is off by default is switched on by its bare name, or off by --name=false.
+    if (std::holds_alternative<ConfigKey::Access<bool>>(key.access) && text == "false") {
+      command
+          .add_flag_function(
+              key.flag,
+              [&values, &key](std::int64_t on) { values[key.path()] = on > 0 ? "true" : "false"; },
+              key.help)
+          ->group(group);
+      continue;
+    }
     command
         .add_option_function<std::string>(
             key.flag, [&values, &key](const std::string& value) { values[key.path()] = value; },
             key.help + (text.empty() ? "" : " [" + text + "]"))
-        ->group("Configuration (also keys of the TOML file)");
+        ->group(group);
   }
 }
 
@@ -106,8 +118,10 @@ void prepare_training(TrainArguments& arguments) {
   if (!arguments.resume.empty()) {
     arguments.config.train.out = arguments.resume;
   } else if (arguments.config.train.out.empty()) {
-    const std::string stem =
-        arguments.config_path.empty() ? "gpt" : fs::path(arguments.config_path).stem().string();
+    const std::string stem = !arguments.config_path.empty()
+                                 ? fs::path(arguments.config_path).stem().string()
+                             : train::is_classifier(arguments.config) ? arguments.config.data.task
+                                                                      : "gpt";
     arguments.config.train.out = "runs/" + stem + local_time("-%Y%m%d-%H%M%S");
   }
 }
@@ -119,7 +133,8 @@ void print_summary(const TrainConfig& config, const train::TrainOutcome& outcome
         << value << '\n';
   };
   out << '\n';
-  row("plan", train::describe_plan(outcome.plan, config.train.batch, config.model.layers));
+  if (!train::is_classifier(config))
+    row("plan", train::describe_plan(outcome.plan, config.train.batch, config.model.layers));
   if (outcome.plain_peak_bytes > 0) {
     row("plain training needs",
         base::format_bytes(outcome.plain_peak_bytes) + " (predicted from measured steps)");
@@ -137,6 +152,12 @@ void print_summary(const TrainConfig& config, const train::TrainOutcome& outcome
   row("loss",
       base::join(outcome.first_loss, " -> ", outcome.last_loss, " in ", outcome.steps, " steps"));
   if (config.train.precision != "fp32") row("precision", config.train.precision);
+  if (outcome.accuracy) row("test accuracy", base::join(100.0 * *outcome.accuracy, "%"));
+  if (outcome.epsilon) {
+    row("epsilon spent",
+        base::join(*outcome.epsilon, " at delta ", config.privacy.delta, " (noise multiplier ",
+                   outcome.noise_multiplier, ", ", config.privacy.accountant, ")"));
+  }
   if (outcome.skipped_steps > 0) {
     row("skipped steps",
         base::join(outcome.skipped_steps, " (a gradient overflowed at the loss scale)"));
@@ -204,7 +225,19 @@ int run_plan(const PlanArguments& arguments) {
 
 // --- eval and sample
 
-// A trained model, read back from its run directory.
+train::SavedState newest_state(const TrainConfig& config) {
+  const train::FoundState found = train::find_training_state(config.train.out);
+  for (const auto& [path, reason] : found.damaged) {
+    std::cerr << "gradus: warning: passed over a damaged training state: " << path << ": " << reason
+              << '\n';
+  }
+  GRADUS_CHECK("gradus", found.newest.has_value(), config.train.out,
+               " must hold a good training state; it holds ",
+               found.damaged.empty() ? "none" : "damaged ones only");
+  return *found.newest;
+}
+
+// A trained language model, read back from its run directory.
 struct TrainedModel {
   models::Gpt gpt{nullptr};
   std::shared_ptr<const data::Tokenizer> tokenizer;
@@ -214,15 +247,7 @@ struct TrainedModel {
 TrainedModel load_trained(const TrainConfig& config) {
   TrainedModel model;
   model.tokenizer = data::load_tokenizer((fs::path(config.train.out) / "tokenizer").string());
-  const train::FoundState found = train::find_training_state(config.train.out);
-  for (const auto& [path, reason] : found.damaged) {
-    std::cerr << "gradus: warning: passed over a damaged training state: " << path << ": " << reason
-              << '\n';
-  }
-  GRADUS_CHECK("gradus", found.newest.has_value(), config.train.out,
-               " must hold a good training state; it holds ",
-               found.damaged.empty() ? "none" : "damaged ones only");
-  model.state = *found.newest;
+  model.state = newest_state(config);
   model.gpt = train::make_gpt(config, model.tokenizer->vocabulary_size());
   train::load_model(model.state, train::named_tensors(*model.gpt));
   return model;
@@ -243,8 +268,25 @@ void prepare_run(RunArguments& arguments) {
     at::set_num_threads(static_cast<int>(arguments.config.train.threads));
 }
 
+int evaluate_classifier_run(const TrainConfig& config) {
+  const train::SavedState state = newest_state(config);
+  const train::ClassificationTask task =
+      train::make_classification_task(config, config.train.out, /*made_before=*/true);
+  GRADUS_CHECK("gradus", state.run.corpus_hash == task.content_hash,
+               "the examples must be those the model was trained beside; those of data.task ",
+               config.data.task, " are others now");
+  train::load_model(state, train::named_tensors(*task.model));
+  const train::Evaluation found =
+      train::evaluate_classifier(task, task.test, config.privacy.micro_batch);
+  std::cout << "step " << state.run.step << ": test accuracy " << 100.0 * found.accuracy
+            << "%, loss " << found.loss << " nats (" << task.test.size() << " " << task.item
+            << "s)\n";
+  return 0;
+}
+
 int run_eval(const RunArguments& arguments) {
   const TrainConfig& config = arguments.config;
+  if (train::is_classifier(config)) return evaluate_classifier_run(config);
   TrainedModel model = load_trained(config);
   const data::PreparedTokens prepared = data::prepare_tokens(
       config.data.corpus,
@@ -273,6 +315,9 @@ int run_eval(const RunArguments& arguments) {
 
 int run_sample(const RunArguments& arguments) {
   const TrainConfig& config = arguments.config;
+  GRADUS_CHECK("gradus", !train::is_classifier(config),
+               "only a language model writes text; this run's data.task is ", config.data.task,
+               ". Ask gradus eval for its accuracy");
   TrainedModel model = load_trained(config);
   std::cout << train::generate(*model.gpt, *model.tokenizer,
                                {.prompt = config.sample.prompt,
@@ -324,14 +369,14 @@ void add_commands(CLI::App& app, Command& chosen) {
   app.require_subcommand(1);
   app.set_version_flag("--version", GRADUS_VERSION);
 
-  CLI::App& train_command =
-      *app.add_subcommand("train", "Train a language model inside a memory limit");
+  CLI::App& train_command = *app.add_subcommand(
+      "train", "Train a language model inside a memory limit, or a classifier, privately if asked");
   const auto train_arguments = std::make_shared<TrainArguments>();
   train_command.add_option("config", train_arguments->config_path, "Configuration (TOML)");
   train_command.add_option("--resume", train_arguments->resume,
                            "Continue the run in this directory");
   add_key_flags(train_command, train_arguments->flags,
-                {"model", "data", "train", "optimizer", "memory", "sample"});
+                {"model", "data", "train", "optimizer", "memory", "privacy", "sample"});
   train_command.callback([=, &chosen] {
     chosen.prepare = [=] { prepare_training(*train_arguments); };
     chosen.run = [=] { return run_training(*train_arguments); };
@@ -364,8 +409,8 @@ void add_commands(CLI::App& app, Command& chosen) {
       chosen.run = [=] { return run(*arguments); };
     });
   };
-  add_run_command("eval", "Validation loss of a run's last training state", {"data", "train"},
-                  &run_eval);
+  add_run_command("eval", "Validation loss or test accuracy of a run's last training state",
+                  {"data", "train"}, &run_eval);
   add_run_command("sample", "Generate text with a run's last training state", {"train", "sample"},
                   &run_sample);
 

@@ -10,6 +10,7 @@
 #include <gradus/base/error.h>
 #include <gradus/report/internal/chart.h>
 #include <gradus/report/internal/page.h>
+#include <gradus/report/internal/privacy_section.h>
 #include <gradus/report/internal/series.h>
 #include <gradus/report/internal/text.h>
 #include <gradus/state/atomic_file.h>
@@ -146,6 +147,14 @@ std::string tiles(const ReportData& data, const Findings& found) {
     html += tile("Training loss", loss_change(found),
                  validation != nullptr ? "validation " + fixed(validation->y, 3)
                                        : "first step, smoothed last");
+  }
+  if (const auto accuracy = internal::extra_curve(data.steps, "accuracy"); !accuracy.empty()) {
+    html += tile("Test accuracy", fixed(100.0 * accuracy.back().y, 2) + "%",
+                 join("after step ", static_cast<std::int64_t>(accuracy.back().x)));
+  }
+  if (const auto epsilon = internal::extra_curve(data.steps, "epsilon"); !epsilon.empty()) {
+    html += tile("Epsilon spent", significant(epsilon.back().y, 3),
+                 join("after step ", static_cast<std::int64_t>(epsilon.back().x)));
   }
   if (found.tokens_per_s > 0) {
     html += tile("Throughput", internal::short_count(found.tokens_per_s),
@@ -398,6 +407,8 @@ std::string html_report(const ReportData& data) {
   html += summary(data, found);
   html += memory_bars(data, found);
   html += loss_chart(data, found);
+  html += internal::accuracy_chart(data);
+  html += internal::privacy_section(data);
   html += timeline_chart(data);
   html += breakdown_table(data, found);
   html += pair(peak_chart(data, found),

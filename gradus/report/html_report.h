@@ -52,6 +52,13 @@ struct ReportData {
   base::MemoryBreakdown
       peak_breakdown{};  ///< Live memory at the peak; all zero: the highest point of the timeline.
 
+  /// What keeps private training private, as rows: ("Budget", "epsilon 3, delta 1e-05"). With rows,
+  /// or with "epsilon" among the extra metrics, the report has a part about privacy.
+  std::vector<std::pair<std::string, std::string>> privacy{};
+  std::vector<double> example_norms{};  ///< Gradient norms of the examples of one batch, >= 0.
+  double norm_threshold = 0.0;          ///< Where they are clipped; 0 if unknown.
+  std::string norms_label{};            ///< Which batch it was: "step 468".
+
   std::vector<std::pair<std::string, std::string>> configuration{};  ///< Every key and its value.
   std::vector<std::pair<std::string, std::string>> environment{};    ///< Versions, threads, device.
   std::string sample_prompt{};
@@ -59,8 +66,9 @@ struct ReportData {
 };
 
 /// The report as one HTML document that needs no network: charts are inline SVG, light and dark,
-/// wide and narrow. Series of more than 1000 points are down-sampled, keeping their extremes;
-/// non-finite values are gaps.
+/// wide and narrow. Of StepMetrics::extra it draws "accuracy" and "clip_fraction" (shares),
+/// "epsilon", "norm_p10", "norm_median", "norm_p90" and "max_norm", where steps have them. Series
+/// of more than 1000 points are down-sampled, keeping their extremes; non-finite values are gaps.
 std::string html_report(const ReportData& data);
 
 /// Writes html_report(data) to @p path. An older report is replaced whole or not at all.

@@ -161,7 +161,7 @@ std::string Progress::bar_line(std::size_t width) const {
       counted ? base::join(
                     percent(std::min(last_.step, options_.total_steps), options_.total_steps), "%")
               : "";
-  const std::string loss = "loss " + loss_text();
+  const std::string loss = joined({"loss " + loss_text(), last_.remark});
   const std::string rate = internal::short_count(tokens_per_s()) +
                            (options_.item == "token" ? " tok/s" : " " + options_.item + "s/s");
   std::string memory = base::format_bytes(last_.peak_bytes);
@@ -219,7 +219,7 @@ std::string Progress::plain_line() const {
     memory += base::join(" of ", base::format_bytes(options_.limit_bytes), " (",
                          percent(last_.peak_bytes, options_.limit_bytes), "%)");
   }
-  return joined({line, "loss " + loss_text(),
+  return joined({line, "loss " + loss_text(), last_.remark,
                  internal::short_count(tokens_per_s()) + " " + options_.item + "s/s", memory,
                  time_text()});
 }

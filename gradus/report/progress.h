@@ -35,6 +35,7 @@ struct ProgressStep {
   double loss = 0.0;  ///< May be non-finite: shown as it is, and kept out of the smoothed value.
   std::int64_t tokens = 0;      ///< Tokens (or examples) of this step.
   std::int64_t peak_bytes = 0;  ///< Highest memory so far.
+  std::string remark{};         ///< Shown after the loss: "epsilon 1.23". Narrow characters.
 };
 
 /// Shows a training run as it goes: on a terminal one line, redrawn in place (bar, step, smoothed

@@ -39,6 +39,17 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(model, context, "--context", "Tokens of a sequence"),
       GRADUS_KEY(model, dropout, "--dropout", "Dropout probability, in [0, 1)"),
       GRADUS_KEY(model, bias, "--bias", "Linear layers have a bias"),
+      GRADUS_KEY(model, activation, "--activation",
+                 "Activation of image and table classifiers: tanh or relu"),
+      GRADUS_KEY(model, frozen_layers, "--frozen-layers",
+                 "Lower layers of a BERT encoder that are not trained, its embeddings with them"),
+      GRADUS_KEY(data, task, "--task",
+                 "language-model, or a classifier: fashion-mnist, adult, help-text, "
+                 "bert-help-text"),
+      GRADUS_KEY(data, directory, "--data-directory",
+                 "Folder of a classifier's files; empty: where their package puts them"),
+      GRADUS_KEY(data, limit, "--limit",
+                 "Examples that a classifier trains on, spread over the set; 0 is all"),
       GRADUS_KEY(data, corpus, "--corpus", "Text to train on: bible-kjv or file:PATH"),
       GRADUS_KEY(data, tokenizer, "--tokenizer", "sentencepiece or bytes"),
       GRADUS_KEY(data, vocabulary, "--vocabulary", "Tokens of a sentencepiece tokenizer"),
@@ -46,8 +57,10 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(data, validation_ratio, "--validation-ratio",
                  "Share of the text kept for validation"),
       GRADUS_KEY(train, steps, "--steps", "Optimizer steps of the whole run"),
+      GRADUS_KEY(train, epochs, "--epochs",
+                 "Epochs of a classifier, in place of the steps; 0 is none"),
       GRADUS_KEY(train, batch, "--batch",
-                 "Sequences of one optimizer step; memory plans never change it"),
+                 "Sequences or examples of one optimizer step; memory plans never change it"),
       GRADUS_KEY(train, seed, "--seed", "Seed of weights, order and dropout"),
       GRADUS_KEY(train, accumulate, "--accumulate",
                  "Micro-batches that a step's batch is split into; 0: the memory plan decides"),
@@ -87,6 +100,20 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(memory, compress, "--compress",
                  "What an automatic plan may compress: none, lossless (equal gradients), or in a "
                  "lossy form: bf16, fp16, fp10, fp8, int8, int4, int2"),
+      GRADUS_KEY(privacy, enabled, "--private", "Train a classifier with differential privacy"),
+      GRADUS_KEY(privacy, epsilon, "--epsilon",
+                 "Privacy budget; the noise follows from it. 0: --noise-multiplier is given"),
+      GRADUS_KEY(privacy, delta, "--delta", "Delta of the budget; below 1 over the examples"),
+      GRADUS_KEY(privacy, noise_multiplier, "--noise-multiplier",
+                 "Noise over the largest gradient norm; 0: the least that keeps --epsilon"),
+      GRADUS_KEY(privacy, max_grad_norm, "--max-grad-norm",
+                 "Largest gradient norm of an example; takes the place of --clip-norm"),
+      GRADUS_KEY(privacy, clipping, "--clipping", "flat, per-layer, automatic or adaptive"),
+      GRADUS_KEY(privacy, accountant, "--accountant", "pld, rdp or prv"),
+      GRADUS_KEY(privacy, secure, "--secure",
+                 "Noise from the system's random source; false: repeatable, from --seed"),
+      GRADUS_KEY(privacy, micro_batch, "--micro-batch",
+                 "Examples of a classifier computed at once; changes memory, not results"),
       GRADUS_KEY(sample, prompt, "--prompt", "Text that the sample continues"),
       GRADUS_KEY(sample, tokens, "--sample-tokens", "Tokens to generate; 0 is no sample"),
       GRADUS_KEY(sample, temperature, "--temperature",
@@ -174,7 +201,101 @@ std::string number_text(double value) {
   return result;
 }
 
+void at_least(const char* key, std::int64_t value, std::int64_t least) {
+  GRADUS_CHECK("config", value >= least, key, " must be at least ", least, "; got ", value);
+}
+
+void within(const char* key, double value, double low, double high) {
+  GRADUS_CHECK("config", value >= low && value <= high, key, " must be between ", low, " and ",
+               high, "; got ", value);
+}
+
+void validate_privacy(const TrainConfig& config) {
+  const auto& privacy = config.privacy;
+  within("privacy.epsilon", privacy.epsilon, 0.0, 1e6);
+  within("privacy.noise_multiplier", privacy.noise_multiplier, 0.0, 1e4);
+  check_one_of("privacy.clipping", privacy.clipping,
+               {"flat", "per-layer", "automatic", "adaptive"});
+  check_one_of("privacy.accountant", privacy.accountant, {"pld", "rdp", "prv"});
+  at_least("privacy.micro_batch", privacy.micro_batch, 1);
+  GRADUS_CHECK("config", privacy.delta > 0.0 && privacy.delta < 1.0,
+               "privacy.delta must be in (0, 1); got ", privacy.delta);
+  GRADUS_CHECK("config", privacy.max_grad_norm > 0.0 && privacy.max_grad_norm <= 1e30,
+               "privacy.max_grad_norm must be above 0; got ", privacy.max_grad_norm);
+  const bool budget = privacy.epsilon > 0.0, noise = privacy.noise_multiplier > 0.0;
+  GRADUS_CHECK("config", privacy.enabled || (!budget && !noise),
+               "privacy.epsilon and privacy.noise_multiplier are for private training; got ",
+               budget ? privacy.epsilon : privacy.noise_multiplier,
+               " without it. Give --private, or leave them 0");
+  GRADUS_CHECK("config", !privacy.enabled || budget != noise,
+               "private training needs either privacy.epsilon or privacy.noise_multiplier above 0, "
+               "as one follows from the other; got ",
+               budget ? "both" : "neither");
+  GRADUS_CHECK("config", !privacy.enabled || is_classifier(config),
+               "private training is for classifiers so far: data.task fashion-mnist, adult, "
+               "help-text or bert-help-text; got ",
+               config.data.task);
+}
+
+// What only the language model's trainer can do.
+void validate_classifier(const TrainConfig& config) {
+  const auto refuse = [&](bool refused, const char* key, const std::string& value,
+                          const char* cure) {
+    GRADUS_CHECK("config", !refused, key, " is for data.task language-model; got '", value,
+                 "' with data.task ", config.data.task, ". ", cure);
+  };
+  const auto& memory = config.memory;
+  refuse(!memory.limit.empty(), "memory.limit", memory.limit,
+         "Leave it empty; privacy.micro_batch bounds the memory of a classifier's step");
+  refuse(memory.plan != "auto" && memory.plan != "none", "memory.plan", memory.plan,
+         "Leave it auto");
+  refuse(memory.offload != "none", "memory.offload", memory.offload, "Leave it none");
+  refuse(memory.optimizer_state != "exact", "memory.optimizer_state", memory.optimizer_state,
+         "Leave it exact, and name the 8-bit optimizer in optimizer.kind");
+  refuse(parse_lossy(memory.compress) != compress::Lossy::none, "memory.compress", memory.compress,
+         "Leave it lossless");
+  refuse(config.train.accumulate > 0, "train.accumulate", std::to_string(config.train.accumulate),
+         "Leave it 0 and set privacy.micro_batch");
+  refuse(config.train.precision != "fp32" && config.train.precision != "bf16", "train.precision",
+         config.train.precision, "Use fp32 or bf16");
+  refuse(!config.train.loss_scale.empty(), "train.loss_scale", config.train.loss_scale,
+         "Leave it empty");
+  check_one_of("model.activation", config.model.activation, {"tanh", "relu"});
+  within("model.dropout", config.model.dropout, 0.0, 0.999);
+  at_least("model.layers", config.model.layers, 1);
+  at_least("model.width", config.model.width, 1);
+  at_least("model.context", config.model.context, 2);
+  at_least("model.frozen_layers", config.model.frozen_layers, 0);
+}
+
+void validate_language_model(const TrainConfig& config) {
+  const std::string model_defect =
+      models::defect({.vocabulary = std::max<std::int64_t>(config.data.vocabulary, 1),
+                      .context = config.model.context,
+                      .layers = config.model.layers,
+                      .heads = config.model.heads,
+                      .width = config.model.width,
+                      .dropout = config.model.dropout,
+                      .bias = config.model.bias});
+  GRADUS_CHECK("config", model_defect.empty(), "model: ", model_defect);
+  GRADUS_CHECK("config", config.data.limit == 0, "data.limit is for classifiers; got ",
+               config.data.limit, " with data.task language-model");
+  GRADUS_CHECK("config", config.data.directory.empty(), "data.directory is for classifiers; got '",
+               config.data.directory, "' with data.task language-model. Set data.corpus");
+  GRADUS_CHECK("config", config.train.epochs == 0.0, "train.epochs is for classifiers; got ",
+               config.train.epochs, " with data.task language-model. Set train.steps");
+  parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
+}
+
 }  // namespace
+
+const std::vector<std::string>& task_names() {
+  static const std::vector<std::string> names{"language-model", "fashion-mnist", "adult",
+                                              "help-text", "bert-help-text"};
+  return names;
+}
+
+bool is_classifier(const TrainConfig& config) { return config.data.task != "language-model"; }
 
 compress::Lossy parse_lossy(const std::string& text) {
   using compress::Lossy;
@@ -276,22 +397,9 @@ std::vector<std::pair<std::string, std::string>> describe_config(const TrainConf
 }
 
 void validate(const TrainConfig& config) {
-  const auto at_least = [](const char* key, std::int64_t value, std::int64_t least) {
-    GRADUS_CHECK("config", value >= least, key, " must be at least ", least, "; got ", value);
-  };
-  const auto within = [](const char* key, double value, double low, double high) {
-    GRADUS_CHECK("config", value >= low && value <= high, key, " must be between ", low, " and ",
-                 high, "; got ", value);
-  };
-  const std::string model_defect =
-      models::defect({.vocabulary = std::max<std::int64_t>(config.data.vocabulary, 1),
-                      .context = config.model.context,
-                      .layers = config.model.layers,
-                      .heads = config.model.heads,
-                      .width = config.model.width,
-                      .dropout = config.model.dropout,
-                      .bias = config.model.bias});
-  GRADUS_CHECK("config", model_defect.empty(), "model: ", model_defect);
+  check_one_of("data.task", config.data.task, task_names());
+  at_least("data.limit", config.data.limit, 0);
+  within("train.epochs", config.train.epochs, 0.0, 1e9);
   check_one_of("data.tokenizer", config.data.tokenizer, {"sentencepiece", "bytes"});
   within("data.validation_ratio", config.data.validation_ratio, 0.0, 0.5);
   at_least("train.steps", config.train.steps, 1);
@@ -314,7 +422,8 @@ void validate(const TrainConfig& config) {
   check_one_of("optimizer.kind", config.optimizer.kind, optimizer_kinds());
   within("optimizer.lr", config.optimizer.lr, 0.0, 1e6);
   at_least("optimizer.warmup", config.optimizer.warmup, 0);
-  GRADUS_CHECK("config", config.optimizer.warmup < config.train.steps,
+  // With epochs the number of steps follows from the data.
+  GRADUS_CHECK("config", config.train.epochs > 0.0 || config.optimizer.warmup < config.train.steps,
                "optimizer.warmup must be below train.steps (", config.train.steps, "); got ",
                config.optimizer.warmup);
   const auto decay = [](const char* key, double value) {
@@ -350,7 +459,8 @@ void validate(const TrainConfig& config) {
       parse_lossy(config.memory.compress) == compress::Lossy::none || config.memory.plan == "auto",
       "lossy compression is for automatic plans; got memory.compress ", config.memory.compress,
       " with memory.plan ", config.memory.plan);
-  parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
+  is_classifier(config) ? validate_classifier(config) : validate_language_model(config);
+  validate_privacy(config);
   at_least("sample.tokens", config.sample.tokens, 0);
   GRADUS_CHECK("config",
                config.sample.temperature == 0.0 ||

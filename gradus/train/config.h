@@ -22,8 +22,15 @@ struct TrainConfig {
     std::int64_t context = 128;  ///< Tokens of a sequence.
     double dropout = 0.1;
     bool bias = true;
+    std::string activation = "tanh";  ///< Of image and table classifiers: "tanh" or "relu".
+    std::int64_t frozen_layers = 5;   ///< Lower layers of a BERT encoder that are not trained.
   } model;
   struct Data {
+    std::string task = "language-model";  ///< One of task_names().
+    /// Of a classifier's files; empty: where their package puts them. MNIST's file names for
+    /// fashion-mnist, adult.data and adult.test for adult, LANGUAGE/text for help texts.
+    std::string directory{};
+    std::int64_t limit = 0;  ///< Examples that a classifier trains on, spread over the set; 0: all.
     std::string corpus = "bible-kjv";  ///< As data::load_corpus takes it.
     std::string tokenizer = "sentencepiece";
     std::int64_t vocabulary = 2000;
@@ -32,8 +39,10 @@ struct TrainConfig {
   } data;
   struct Train {
     std::int64_t steps = 200;
-    std::int64_t batch =
-        32;  ///< Sequences of one optimizer step: the effective batch, which no plan changes.
+    double epochs = 0.0;  ///< Of a classifier, in place of steps where it is above 0.
+    /// Sequences of one optimizer step: the effective batch, which no plan changes. Of private
+    /// training: the expected examples of a Poisson batch.
+    std::int64_t batch = 32;
     std::int64_t seed = 1;
     std::int64_t accumulate = 0;     ///< Micro-batches of a step; 0: the plan decides.
     std::string precision = "fp32";  ///< As precision_options() takes it.
@@ -68,6 +77,20 @@ struct TrainConfig {
     /// optimizer in its place.
     std::string optimizer_state = "exact";
   } memory;
+  /// Differential privacy of classifiers (gradus/privacy/training).
+  struct Privacy {
+    bool enabled = false;
+    double epsilon = 0.0;  ///< Budget; 0: noise_multiplier says how much noise there is.
+    double delta = 1e-5;
+    double noise_multiplier = 0.0;   ///< 0: the least that keeps epsilon to the end of the run.
+    double max_grad_norm = 1.0;      ///< Largest norm of an example's gradient.
+    std::string clipping = "flat";   ///< "flat", "per-layer", "automatic" or "adaptive".
+    std::string accountant = "pld";  ///< "pld", "rdp" or "prv".
+    /// False: sampling and noise from train.seed, which makes runs repeatable, and private from
+    /// nobody who knows the seed.
+    bool secure = true;
+    std::int64_t micro_batch = 256;  ///< Examples computed at once; changes memory, not results.
+  } privacy;
   struct Sample {
     std::string prompt = "In the beginning";
     std::int64_t tokens = 80;
@@ -75,6 +98,13 @@ struct TrainConfig {
     std::int64_t top_k = 40;  ///< 0: all.
   } sample;
 };
+
+/// What data.task may be: "language-model" (the only one that memory limits and plans are for), and
+/// the classifiers "fashion-mnist", "adult", "help-text" and "bert-help-text".
+const std::vector<std::string>& task_names();
+
+/// True for every task but the language model.
+bool is_classifier(const TrainConfig& config);
 
 /// The lossy form that memory.compress allows: "bf16", "fp16", "fp10", "fp8", "int8", "int4",
 /// "int2"; none for "none" and "lossless". @throws UserError on anything else.

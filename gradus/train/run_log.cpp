@@ -1,7 +1,9 @@
 #include <gradus/train/run_log.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
+#include <numeric>
 
 namespace gradus::train {
 namespace {
@@ -32,9 +34,23 @@ RunLog::RunLog(const std::string& run_directory, std::int64_t first_step, std::i
                  .limit_bytes = limit_bytes,
                  .item = item}) {
   report_.item = item;
+  for (const auto& metrics : report::read_metrics(fs::path(directory_) / "metrics.jsonl"))
+    remember_loss(metrics.loss);
 }
 
-void RunLog::step(const report::StepMetrics& metrics) {
+void RunLog::remember_loss(double loss) {
+  if (!std::isfinite(loss)) return;
+  recent_losses_.push_back(loss);
+  if (recent_losses_.size() > 10) recent_losses_.pop_front();
+}
+
+double RunLog::recent_loss() const {
+  if (recent_losses_.empty()) return 0.0;
+  return std::accumulate(recent_losses_.begin(), recent_losses_.end(), 0.0) /
+         static_cast<double>(recent_losses_.size());
+}
+
+void RunLog::step(const report::StepMetrics& metrics, const std::string& remark) {
   metrics_.append(metrics);
   std::vector<std::pair<std::string, double>> values{
       {"train/loss", metrics.loss},
@@ -47,12 +63,15 @@ void RunLog::step(const report::StepMetrics& metrics) {
     values.emplace_back("amp/skipped", metrics.skipped ? 1.0 : 0.0);
   }
   if (metrics.validation_loss) values.emplace_back("validation/loss", *metrics.validation_loss);
+  for (const auto& [name, value] : metrics.extra) values.emplace_back("train/" + name, value);
   board_.scalars(values, metrics.step);
+  remember_loss(metrics.loss);
   peak_bytes_ = std::max(peak_bytes_, metrics.peak_bytes);
   progress_.update({.step = metrics.step,
                     .loss = metrics.loss,
                     .tokens = metrics.tokens,
-                    .peak_bytes = peak_bytes_});
+                    .peak_bytes = peak_bytes_,
+                    .remark = remark});
 }
 
 std::string RunLog::write_report() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,10 @@ class RunLog {
          std::int64_t limit_bytes, const TrainerEnvironment& environment,
          const std::string& item = "token");
 
-  void step(const report::StepMetrics& metrics);
+  /// @param remark  Shown on the progress line after the loss: "epsilon 1.23".
+  void step(const report::StepMetrics& metrics, const std::string& remark = {});
+  /// The mean loss of the run's last ten steps, finite ones only: what summaries show.
+  double recent_loss() const;
   void note(const std::string& text) { progress_.note(text); }
   /// Ends the progress line.
   void finish() { progress_.finish(); }
@@ -32,12 +36,15 @@ class RunLog {
   std::string write_report();
 
  private:
+  void remember_loss(double loss);
+
   std::string directory_;
   report::MetricsWriter metrics_;
   report::TensorBoardWriter board_;
   report::Progress progress_;
   report::ReportData report_;
   std::int64_t peak_bytes_ = 0;
+  std::deque<double> recent_losses_;
 };
 
 }  // namespace gradus::train

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <numeric>
 #include <ostream>
 #include <utility>
 
@@ -27,6 +26,7 @@
 #include <gradus/plan/store_stash.h>
 #include <gradus/recompute/memory_budget.h>
 #include <gradus/state/atomic_file.h>
+#include <gradus/train/classification.h>
 #include <gradus/train/device.h>
 #include <gradus/train/generate.h>
 #include <gradus/train/language_model.h>
@@ -35,6 +35,7 @@
 #include <gradus/train/planning.h>
 #include <gradus/train/precision.h>
 #include <gradus/train/run_data.h>
+#include <gradus/train/run_directory.h>
 #include <gradus/train/run_lock.h>
 #include <gradus/train/run_log.h>
 #include <gradus/train/training_state.h>
@@ -66,7 +67,6 @@ class Run {
   TrainOutcome execute();
 
  private:
-  void open_directory();
   void make_plan();
   PlannedTraining choose(std::optional<Plan> only);
   void start_log();
@@ -80,7 +80,6 @@ class Run {
   };
   void abandon_step(const StepStart& start);
   [[noreturn]] void refuse_non_finite(const StepStart& start, const char* what, double value);
-  void remember_loss(double loss);
   bool scales_loss() const;
   TrainConfig planned_config() const;
   std::optional<accumulate::WindowResult> accumulate_batch(const data::Batch& batch, bool timeline);
@@ -115,7 +114,6 @@ class Run {
   std::shared_ptr<recompute::Stash> stash_;  // where plans move what they offload; may be null
   std::string saved_path_;
   std::int64_t saved_step_ = -1;
-  std::vector<double> recent_losses_;
   double started_ = 0.0;
   double elapsed_before_ = 0.0;
 };
@@ -133,7 +131,9 @@ Run::Run(const TrainConfig& config, bool resume, const TrainerEnvironment& envir
       "memory limits and automatic plans work on the CPU so far; for ", device_.str(),
       " leave memory.limit empty and set memory.plan to none or micro-batch=N,recompute=N");
   if (config_.train.threads > 0) at::set_num_threads(static_cast<int>(config_.train.threads));
-  open_directory();
+  make_run_directory(config_.train.out);
+  lock_.emplace(config_.train.out);
+  resumed_ = starting_state(config_.train.out, resume_, environment_.out);
   data_.emplace(make_data(config_));
   const std::int64_t vocabulary = data_->prepared.tokenizer->vocabulary_size();
 
@@ -189,35 +189,6 @@ Run::Run(const TrainConfig& config, bool resume, const TrainerEnvironment& envir
   start_log();
 }
 
-void Run::open_directory() {
-  const fs::path directory = config_.train.out;
-  GRADUS_CHECK("train", !config_.train.out.empty(), "a run directory is required; set train.out");
-  std::error_code error;
-  fs::create_directories(directory, error);
-  GRADUS_CHECK("train", !error, "the run directory ", directory.string(),
-               " cannot be made: ", error.message());
-  lock_.emplace(directory.string());
-  FoundState found = find_training_state(directory.string());
-  for (const auto& [path, reason] : found.damaged) {
-    environment_.out << "warning: passed over a damaged training state: " << path << ": " << reason
-                     << '\n';
-  }
-  if (resume_) {
-    GRADUS_CHECK("train", found.newest.has_value(), "to resume, ", directory.string(),
-                 " must hold a good training state; it holds ",
-                 found.damaged.empty() ? "none" : "damaged ones only");
-    set_aside(found.damaged);
-    resumed_ = std::move(found.newest);
-    return;
-  }
-  // A run that ended before its first step has nothing to lose; its directory serves again.
-  const bool stepped = (found.newest && found.newest->run.step > 0) ||
-                       (fs::exists(directory / "metrics.jsonl") &&
-                        !report::read_metrics(directory / "metrics.jsonl").empty());
-  GRADUS_CHECK("train", !stepped && found.damaged.empty(), directory.string(),
-               " already holds a run; continue it with --resume, or choose another --out");
-}
-
 void Run::make_plan() {
   if (const auto offload = offload_options(config_)) stash_ = plan::make_stash(*offload);
   const std::int64_t segments = config_.model.layers;
@@ -271,11 +242,6 @@ PlannedTraining Run::choose(std::optional<Plan> only) {
 }
 
 void Run::start_log() {
-  for (const auto& metrics :
-       resumed_ ? report::read_metrics(fs::path(config_.train.out) / "metrics.jsonl")
-                : std::vector<report::StepMetrics>()) {
-    if (metrics.step <= state_.step && std::isfinite(metrics.loss)) remember_loss(metrics.loss);
-  }
   log_.emplace(config_.train.out, state_.step, config_.train.steps, limit_bytes_, environment_);
   state::write_file_atomically((fs::path(config_.train.out) / "config.toml").string(),
                                config_toml(config_));
@@ -338,14 +304,6 @@ TrainConfig Run::planned_config() const {
   TrainConfig config = config_;
   config.optimizer.kind = state_.optimizer;
   return config;
-}
-
-// The loss that summaries show is the mean of the last ten steps.
-void Run::remember_loss(double loss) {
-  recent_losses_.push_back(loss);
-  if (recent_losses_.size() > 10) recent_losses_.erase(recent_losses_.begin());
-  state_.last_loss = std::accumulate(recent_losses_.begin(), recent_losses_.end(), 0.0) /
-                     static_cast<double>(recent_losses_.size());
 }
 
 // Goes back to the last step boundary, as if this step had never begun.
@@ -469,7 +427,6 @@ void Run::finish_step(report::StepMetrics& metrics) {
   state_.position = data_->training.position();
   state_.peak_bytes = std::max(state_.peak_bytes, metrics.peak_bytes);
   if (state_.step == 1 || !std::isfinite(state_.first_loss)) state_.first_loss = metrics.loss;
-  if (std::isfinite(metrics.loss)) remember_loss(metrics.loss);
   metrics.step = state_.step;
   if (config_.train.eval_every > 0 &&
       (state_.step % config_.train.eval_every == 0 || state_.step == config_.train.steps)) {
@@ -477,6 +434,7 @@ void Run::finish_step(report::StepMetrics& metrics) {
   }
   metrics.elapsed_s = elapsed();
   log_->step(metrics);
+  state_.last_loss = log_->recent_loss();
   base::step_boundary().notify(state_.step);
 }
 
@@ -503,10 +461,11 @@ void Run::save() {
   state_.elapsed_s = elapsed();
   state_.position = data_->training.position();
   const base::ArenaScope host(base::Arena::host);  // copies made for writing are not the device's
-  saved_path_ = save_training_state(config_.train.out, config_.train.keep, state_,
-                                    amp_->properties().casts_to_half() ? amp_->model_state(*gpt_)
-                                                                       : named_tensors(*gpt_),
-                                    *optimizer_, base::RngState::capture(), amp_->state())
+  const StateTensors tensors{
+      .model = amp_->properties().casts_to_half() ? amp_->model_state(*gpt_) : named_tensors(*gpt_),
+      .precision = amp_->state()};
+  saved_path_ = save_training_state(config_.train.out, config_.train.keep, state_, tensors,
+                                    *optimizer_, base::RngState::capture())
                     .path;
   saved_step_ = state_.step;
 }
@@ -564,6 +523,7 @@ TrainOutcome Run::execute() {
 }  // namespace
 
 TrainOutcome train(const TrainConfig& config, bool resume, const TrainerEnvironment& environment) {
+  if (is_classifier(config)) return train_classifier(config, resume, environment);
   return Run(config, resume, environment).execute();
 }
 

@@ -35,9 +35,13 @@ struct TrainOutcome {
   std::string state_path;  ///< The last training state.
   std::string report_path;
   std::string sample;
+  std::optional<double> accuracy{};  ///< Of a classifier on the test set, if it was evaluated.
+  std::optional<double> epsilon{};   ///< Spent by private training, at privacy.delta.
+  double noise_multiplier = 0.0;     ///< Of private training.
 };
 
-/// Trains a language model as a configuration says, inside its memory limit.
+/// Trains as a configuration says: a language model inside its memory limit, or a classifier
+/// (classification.h), with differential privacy where it asks for that.
 ///
 /// The run directory (train.out) holds config.toml, tokenizer, metrics.jsonl, TensorBoard events,
 /// report.html and the last training states. With @p resume the run continues from its newest good

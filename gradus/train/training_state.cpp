@@ -23,7 +23,11 @@ constexpr const char* kModel = "model.safetensors";
 constexpr const char* kOptimizer = "optimizer.safetensors";
 constexpr const char* kRng = "rng.safetensors";
 constexpr const char* kPrecision = "precision.safetensors";
-constexpr const char* kFiles[] = {kModel, kOptimizer, kRng, kPrecision};
+constexpr const char* kPrivacy = "privacy.safetensors";
+constexpr const char* kFiles[] = {kModel, kOptimizer, kRng, kPrecision, kPrivacy};
+
+// States of before there was such a file do without.
+bool is_optional(std::string_view file) { return file == kPrecision || file == kPrivacy; }
 
 fs::path states_directory(const std::string& run_directory) {
   return fs::path(run_directory) / "states";
@@ -51,7 +55,9 @@ json to_json(const RunState& run) {
           {"corpus_hash", run.corpus_hash},
           {"tokenizer_hash", run.tokenizer_hash},
           {"plan_reason", run.plan_reason},
-          {"plain_peak_bytes", run.plain_peak_bytes}};
+          {"plain_peak_bytes", run.plain_peak_bytes},
+          {"noise_multiplier", run.noise_multiplier},
+          {"privacy_inputs", run.privacy_inputs}};
 }
 
 RunState from_json(const json& j) {
@@ -72,6 +78,8 @@ RunState from_json(const json& j) {
   run.tokenizer_hash = j.at("tokenizer_hash").get<std::uint64_t>();
   run.plan_reason = j.at("plan_reason").get<std::string>();
   run.plain_peak_bytes = j.at("plain_peak_bytes").get<std::int64_t>();
+  run.noise_multiplier = j.value("noise_multiplier", 0.0);
+  run.privacy_inputs = j.value("privacy_inputs", "");
   return run;
 }
 
@@ -106,8 +114,7 @@ SavedState read_state(const fs::path& directory) {
                "this build reads training states of format ", kFormat, "; got ",
                j.at("format").get<int>());
   for (const char* file : kFiles) {
-    // Older states have none.
-    if (file == kPrecision && !j.at("checksums").contains(file)) continue;
+    if (is_optional(file) && !j.at("checksums").contains(file)) continue;
     const std::string expected = j.at("checksums").at(file).get<std::string>();
     const std::string got = checksum(directory / file);
     GRADUS_CHECK("state", got == expected, (directory / file).string(),
@@ -116,20 +123,27 @@ SavedState read_state(const fs::path& directory) {
   return {directory.string(), from_json(j.at("run"))};
 }
 
+std::vector<std::pair<std::string, at::Tensor>> load_optional(const SavedState& saved,
+                                                              const char* name) {
+  const base::ArenaScope host(base::Arena::host);
+  const fs::path file = fs::path(saved.path) / name;
+  if (!fs::exists(file)) return {};
+  const auto content = state::load_safetensors(file.string());
+  return {content.tensors.begin(), content.tensors.end()};
+}
+
 }  // namespace
 
 SavedState save_training_state(const std::string& run_directory, std::int64_t keep,
-                               const RunState& run,
-                               const std::vector<std::pair<std::string, at::Tensor>>& model,
-                               const optim::Optimizer& optimizer, const base::RngState& rng,
-                               const std::vector<std::pair<std::string, at::Tensor>>& precision) {
+                               const RunState& run, const StateTensors& tensors,
+                               const optim::Optimizer& optimizer, const base::RngState& rng) {
   // Copies made for writing are not the device's.
   const base::ArenaScope host(base::Arena::host);
   const fs::path directory = states_directory(run_directory);
   fs::create_directories(directory);
   const fs::path target = directory / step_name(run.step);
   state::AtomicDirectory output(target.string());
-  state::save_safetensors(output.file(kModel), model,
+  state::save_safetensors(output.file(kModel), tensors.model,
                           {{"format", "pt"}, {"step", std::to_string(run.step)}});
   std::vector<state::NamedTensor> optimizer_tensors;
   for (const auto& entry : optimizer.state())
@@ -139,7 +153,8 @@ SavedState save_training_state(const std::string& run_directory, std::int64_t ke
   for (const at::Tensor& tensor : rng.tensors())
     rng_tensors.emplace_back(std::to_string(rng_tensors.size()), tensor);
   state::save_safetensors(output.file(kRng), rng_tensors);
-  state::save_safetensors(output.file(kPrecision), precision);
+  state::save_safetensors(output.file(kPrecision), tensors.precision);
+  state::save_safetensors(output.file(kPrivacy), tensors.privacy);
   json checksums;
   for (const char* file : kFiles) checksums[file] = checksum(output.file(file));
   json content{{"format", kFormat}, {"run", to_json(run)}, {"checksums", std::move(checksums)}};
@@ -190,22 +205,25 @@ void load_model(const SavedState& saved,
 }
 
 std::vector<std::pair<std::string, at::Tensor>> load_precision(const SavedState& saved) {
+  return load_optional(saved, kPrecision);
+}
+
+std::vector<std::pair<std::string, at::Tensor>> load_privacy(const SavedState& saved) {
+  return load_optional(saved, kPrivacy);
+}
+
+std::vector<optim::NamedState> load_optimizer_entries(const SavedState& saved) {
   const base::ArenaScope host(base::Arena::host);
-  const fs::path file = fs::path(saved.path) / kPrecision;
-  if (!fs::exists(file)) return {};  // of before there was one: computed in float32
-  const auto content = state::load_safetensors(file.string());
-  return {content.tensors.begin(), content.tensors.end()};
+  std::vector<optim::NamedState> entries;
+  for (auto& [name, tensor] :
+       state::load_safetensors((fs::path(saved.path) / kOptimizer).string()).tensors) {
+    entries.push_back({name, std::move(tensor)});
+  }
+  return entries;
 }
 
 void load_optimizer(const SavedState& saved, optim::Optimizer& optimizer) {
-  std::vector<optim::NamedState> entries;
-  {
-    const base::ArenaScope host(base::Arena::host);
-    for (auto& [name, tensor] :
-         state::load_safetensors((fs::path(saved.path) / kOptimizer).string()).tensors) {
-      entries.push_back({name, std::move(tensor)});
-    }
-  }
+  const std::vector<optim::NamedState> entries = load_optimizer_entries(saved);
   const base::MemoryCategoryScope category(base::MemoryCategory::optimizer_state);
   optimizer.load_state(entries);
 }

@@ -34,8 +34,8 @@ class PrivateTrainingTest : public TrainingRuns {
   }
   std::vector<std::string> arguments(const std::string& run) const {
     // A flag without a value before the configuration, as people write it.
-    return {"train", "--private", config(),  "--epsilon", "3",
-            "--delta", "1e-4",    "--out", path(run)};
+    return {"train",   "--private", config(), "--epsilon", "3",
+            "--delta", "1e-4",      "--out",  path(run)};
   }
 };
 
@@ -95,8 +95,7 @@ TEST(PrivateUsageTest, RefusesByNameWithExitCodeTwo) {
   expect_refusal(run_gradus({"train", "--task", "adult", "--private", "--epsilon", "3",
                              "--noise-multiplier", "1"}),
                  2, {"got both"});
-  expect_refusal(run_gradus({"train", "--task", "adult", "--epsilon", "3"}), 2,
-                 {"Give --private"});
+  expect_refusal(run_gradus({"train", "--task", "adult", "--epsilon", "3"}), 2, {"Give --private"});
   expect_refusal(run_gradus({"train", "--task", "adult", "--memory", "1GiB"}), 2,
                  {"memory.limit is for data.task language-model"});
   expect_refusal(run_gradus({"plan", "--task", "adult"}), 2, {"memory limit is required"});
