@@ -104,7 +104,9 @@ Profile profile_of(const at::Tensor& gradient) {
   return profile;
 }
 
-// Writes b as digits, one a pass; a digit is the exponent of the root gradient in that pass.
+// Writes b as digits, one a pass; a digit and one more is the exponent of the root gradient in that
+// pass: 0 is none, so that a formula that ignores the size of gradients stands out. One more pass
+// has exponents by chance, to find what came out as a power by chance.
 struct Digits {
   std::int64_t base = 13;
   std::int64_t passes = 1;
@@ -113,8 +115,15 @@ struct Digits {
     for (std::int64_t reach = base; reach < examples; reach *= base) ++passes;
   }
   std::int64_t digit(std::int64_t example, std::int64_t pass) const {
+    if (pass == passes) return chance(example);
     for (; pass > 0; --pass) example /= base;
-    return example % base;
+    return example % base + 1;
+  }
+  std::int64_t chance(std::int64_t example) const {
+    auto mixed = static_cast<std::uint64_t>(example) + 0x9e3779b97f4a7c15ULL;
+    mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9ULL;
+    mixed = (mixed ^ (mixed >> 27U)) * 0x94d049bb133111ebULL;
+    return static_cast<std::int64_t>((mixed >> 33U) % static_cast<std::uint64_t>(base)) + 1;
   }
   /// The example whose digits are log4 of the ratios of @p squares to @p reference.
   std::int64_t example(double reference, const std::vector<double>& squares, double smallest,
@@ -128,18 +137,22 @@ struct Digits {
     if (!std::isfinite(reference)) return kUnreadable;
     std::int64_t found = 0;
     std::int64_t place = 1;
-    for (const double square : squares) {
+    std::int64_t last = 0;
+    for (std::size_t pass = 0; pass < squares.size(); ++pass) {
+      const double square = squares[pass];
       if (!std::isfinite(square)) return kUnreadable;
       const double exponent = std::log2(square / reference) / 2;
       const double digit = std::round(exponent);
-      if (!(std::abs(exponent - digit) <= kExponentTolerance) || digit < 0 ||
-          digit >= static_cast<double>(base)) {
+      if (!(std::abs(exponent - digit) <= kExponentTolerance) || digit < 1 ||
+          digit > static_cast<double>(base)) {
         return kSeveral;
       }
-      found += static_cast<std::int64_t>(digit) * place;
+      last = static_cast<std::int64_t>(digit);
+      if (pass + 1 == squares.size()) break;  // the one by chance
+      found += (last - 1) * place;
       place *= base;
     }
-    return found < examples ? found : kSeveral;
+    return found < examples && last == chance(found) ? found : kSeveral;
   }
 };
 
@@ -237,10 +250,10 @@ Owners probe(const Graph& graph) {
   }
   std::vector<std::vector<std::vector<Profile>>> profiles(
       graph.nodes.size());  // node, pass, output
-  for (std::int64_t pass = 0; pass <= digits.passes; ++pass) {
+  for (std::int64_t pass = 0; pass <= digits.passes + 1; ++pass) {
     std::vector<grad::Hook> hooks;
     for (std::size_t node = 0; node < graph.nodes.size(); ++node) {
-      if (!graph.leads_to_parameter[node]) continue;
+      if (!graph.leads_to_parameter[node] || graph.parameter[node] >= 0) continue;
       hooks.push_back(grad::on_reached(graph.nodes[node], [&profiles, node](auto& gradients) {
         std::vector<Profile> outputs;
         for (const at::Tensor& gradient : gradients) {
@@ -265,7 +278,7 @@ Owners probe(const Graph& graph) {
     for (std::size_t output = 0; output < profiles[node][0].size(); ++output) {
       std::vector<Profile> of_output;
       for (const auto& pass : profiles[node]) of_output.push_back(pass[output]);
-      owners[node].push_back(of_output.size() == static_cast<std::size_t>(digits.passes) + 1
+      owners[node].push_back(of_output.size() == static_cast<std::size_t>(digits.passes) + 2
                                  ? owner_of(of_output, digits, examples)
                                  : Owner{});
     }
@@ -290,30 +303,83 @@ std::string outsider(const Graph& graph, std::size_t from) {
   return "";
 }
 
-// By node: it arranges parameters anew and does nothing else. All examples share what it gives,
-// even where gradients look different: behind dead units, or in a table of which each example looks
-// up rows of its own, each part may get its gradient from one example.
-std::vector<bool> parameters_rearranged(const Graph& graph) {
-  static const std::set<std::string> parts{"SliceBackward0",  "SelectBackward0",
-                                           "SplitBackward0",  "SplitWithSizesBackward0",
-                                           "UnbindBackward0", "ChunkBackward0"};
-  std::vector<bool> found(graph.nodes.size(), false);
+// What the graph itself says of a node, whatever was measured.
+enum class Kind : std::uint8_t {
+  parameters,  ///< Depends on parameters alone: all examples share it.
+  operands,    ///< Of its operands only parameters are in the graph; others may be data.
+  data,        ///< Depends on other nodes that may be data.
+};
+
+bool contains_any(const std::string& name, const std::vector<std::string>& parts) {
+  return std::any_of(parts.begin(), parts.end(),
+                     [&](const std::string& part) { return name.find(part) != std::string::npos; });
+}
+
+// Chooses elements by values that the graph does not show, so that who owns what may change from
+// batch to batch.
+bool selects_by_values(const grad::NodeView& node) {
+  static const std::vector<std::string> parts{
+      "Index",  "Gather", "Scatter",  "Take",    "Masked", "Sort",      "Topk",
+      "Packed", "Unique", "Kthvalue", "CppNode", "PyNode", "Bucketize", "Nonzero"};
+  return contains_any(node.name(), parts);
+}
+
+// Has an operand that may be data without a node of its own, or none that saves any.
+bool may_take_data(const grad::NodeView& node) {
+  if (selects_by_values(node)) return true;
+  // expand and repeat make one copy an example as well.
+  static const std::vector<std::string> parts{"Embedding", "Where",  "Dropout", "Lerp",
+                                              "Cdist",     "Expand", "Repeat"};
+  if (contains_any(node.name(), parts)) return true;
+  for (const grad::EdgeView& edge : node.next()) {
+    if (!edge.node.defined()) return true;
+  }
+  return false;
+}
+
+// Operators whose data operand is known by its place; where examples lie in their output is then
+// where they lie in that.
+bool takes_data_by_rule(const grad::NodeView& node) {
+  return grad::as_product(node) || grad::as_convolution(node) || grad::as_normalisation(node) ||
+         grad::as_embedding(node) || grad::as_embedding_bag(node) ||
+         grad::as_recurrent_layer(node) || contains_any(node.name(), {"Expand", "Repeat"});
+}
+
+std::vector<Kind> kinds_of(const Graph& graph) {
+  std::vector<Kind> kinds(graph.nodes.size(), Kind::data);
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     if (graph.parameter[i] >= 0) {
-      found[i] = true;
+      kinds[i] = Kind::parameters;
       continue;
     }
-    const grad::NodeView& node = graph.nodes[i];
-    const std::vector<grad::EdgeView> next = node.next();
-    found[i] = next.size() == 1 && next[0].node.defined() &&
-               found[graph.place.at(next[0].node.id())] &&
-               (grad::as_rearrangement(node) || parts.contains(node.name()));
+    const std::vector<grad::EdgeView> next = graph.nodes[i].next();
+    bool any = false;
+    bool all = true;
+    for (const grad::EdgeView& edge : next) {
+      if (!edge.node.defined()) continue;
+      any = true;
+      all = all && kinds[graph.place.at(edge.node.id())] == Kind::parameters;
+    }
+    if (any && all) {
+      kinds[i] = may_take_data(graph.nodes[i]) ? Kind::operands : Kind::parameters;
+    }
   }
-  return found;
+  return kinds;
 }
 
 void mix(std::uint64_t& hash, std::uint64_t value) {
   hash ^= value + 0x9e3779b97f4a7c15ULL + (hash << 6U) + (hash >> 2U);
+}
+
+std::vector<std::int64_t> all_shapes(const Graph& graph) {
+  std::vector<std::int64_t> shapes;
+  for (const grad::NodeView& node : graph.nodes) {
+    for (std::size_t output = 0; output < node.inputs(); ++output) {
+      const std::vector<std::int64_t> sizes = node.sizes(output);
+      shapes.insert(shapes.end(), sizes.begin(), sizes.end());
+    }
+  }
+  return shapes;
 }
 
 // The shapes that a site was seen with, its example dimension as a multiple of the examples.
@@ -369,11 +435,26 @@ Graph read_graph(const at::Tensor& losses, const std::vector<at::Tensor>& parame
 Plan analyse(const Graph& graph) {
   Plan plan{.examples = graph.losses.size(0)};
   const Owners owners = probe(graph);
-  const std::vector<bool> rearranged = parameters_rearranged(graph);
+  const std::vector<Kind> kinds = kinds_of(graph);
   const auto owner_at = [&](std::size_t node, std::size_t output) {
-    if (rearranged[node]) return Owner{.kind = Owner::Kind::several, .certain = true};
+    if (kinds[node] == Kind::parameters) {
+      return Owner{.kind = Owner::Kind::several, .certain = true};
+    }
     return output < owners[node].size() ? owners[node][output] : Owner{};
   };
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    if (!graph.leads_to_parameter[i] || kinds[i] == Kind::parameters) continue;
+    if (selects_by_values(graph.nodes[i])) plan.reusable = false;
+    for (const grad::EdgeView& edge : graph.nodes[i].next()) {
+      if (!edge.node.defined()) continue;
+      const std::size_t to = graph.place.at(edge.node.id());
+      // Where no gradient came now, one may come at the next batch.
+      if (graph.leads_to_parameter[to] && graph.parameter[to] < 0 &&
+          owner_at(to, edge.input).kind == Owner::Kind::silent) {
+        plan.reusable = false;
+      }
+    }
+  }
   std::set<std::string> mixed;
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     if (!graph.leads_to_parameter[i] || graph.parameter[i] >= 0) continue;
@@ -392,14 +473,8 @@ Plan analyse(const Graph& graph) {
       }
       site.layouts.push_back(owner.layout);
     }
-    if (!by_example) {
-      const bool silent = std::all_of(owners[i].begin(), owners[i].end(), [](const Owner& owner) {
-        return owner.kind == Owner::Kind::silent;
-      });
-      // Where no gradient came now, one may come at the next batch.
-      if (silent) plan.reusable = false;
-      continue;
-    }
+    if (!by_example) continue;
+    if (kinds[i] == Kind::operands && !takes_data_by_rule(graph.nodes[i])) plan.reusable = false;
     const std::vector<grad::EdgeView> next = graph.nodes[i].next();
     for (std::size_t edge = 0; edge < next.size(); ++edge) {
       if (!next[edge].node.defined()) continue;
@@ -423,6 +498,7 @@ Plan analyse(const Graph& graph) {
     site.operands = shapes_of(graph, site, plan.examples);
     plan.sites.push_back(std::move(site));
   }
+  plan.shapes = all_shapes(graph);
   for (const std::string& place : mixed) plan.mixed += (plan.mixed.empty() ? "" : ", ") + place;
   return plan;
 }
@@ -432,6 +508,7 @@ std::uint64_t structure_of(const Graph& graph) {
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     mix(hash, std::hash<std::string>{}(graph.nodes[i].name()));
     mix(hash, static_cast<std::uint64_t>(graph.parameter[i] + 1));
+    if (const auto norm = grad::as_normalisation(graph.nodes[i])) mix(hash, norm->training ? 1 : 2);
     for (std::size_t output = 0; output < graph.nodes[i].inputs(); ++output) {
       mix(hash, graph.nodes[i].sizes(output).size());
     }
@@ -445,6 +522,14 @@ std::uint64_t structure_of(const Graph& graph) {
 
 bool adapt(const Plan& plan, const Graph& graph, Plan& adapted) {
   const std::int64_t examples = graph.losses.size(0);
+  const std::vector<std::int64_t> shapes = all_shapes(graph);
+  if (shapes.size() != plan.shapes.size()) return false;
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    // The same, or as many times as large as the batch is.
+    if (shapes[i] != plan.shapes[i] && shapes[i] * plan.examples != plan.shapes[i] * examples) {
+      return false;
+    }
+  }
   for (const Site& site : plan.sites) {
     if (shapes_of(graph, site, examples) != site.operands) return false;
     for (const Layout& layout : site.layouts) {

@@ -44,6 +44,8 @@ struct Plan {
   /// True if it will hold for other batches of the same graph: each site's layout is a rule, and
   /// was seen on gradients of several examples.
   bool reusable = true;
+  /// Shapes of all outputs in the graph, to know it again.
+  std::vector<std::int64_t> shapes{};
   /// Not empty if some gradients belong to examples by no rule: the name of the node, and why this
   /// is a sign of mixed examples.
   std::string irregular = "";

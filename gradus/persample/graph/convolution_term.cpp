@@ -420,7 +420,7 @@ at::Tensor ConvolutionTerm::position_norms(std::int64_t first, std::int64_t coun
     const at::Tensor part = internal::shifted_products(wide, narrow, shifts);
     total = total.defined() ? total + part : part;
   }
-  return total.view({count, groups}).sum(1).clamp_min_(0);
+  return total.view({count, groups}).sum(1);
 }
 
 at::Tensor ConvolutionTerm::squared_norms(Norms way) const {
@@ -447,7 +447,19 @@ at::Tensor ConvolutionTerm::squared_norms(Norms way) const {
                     : way == Norms::patches ? patch_norms(first, count)
                                             : position_norms(first, count));
   }
-  return at::cat(norms);
+  const at::Tensor squares = at::cat(norms);
+  if (way == Norms::patches) return squares;  // guarded by its products
+  // A value of the input is in as many patches as the kernel has places, at most.
+  const at::Tensor bounds =
+      (squared_norm_by_example(widened(wide_)) * squared_norm_by_example(widened(narrow_)) *
+       as_double(internal::product_of(grid.kernel)))
+          .sqrt();
+  if (way == Norms::forget) return squares_of_formed(squares, bounds);
+  return guarded_squares(squares, bounds, [&](const at::Tensor& some) {
+    const ConvolutionTerm part(wide_.index_select(0, some), narrow_.index_select(0, some),
+                               correlation_);
+    return squared_norm_by_example(part.form(form_));
+  });
 }
 
 at::Tensor ConvolutionTerm::weighted_sum(const at::Tensor& weights) const {

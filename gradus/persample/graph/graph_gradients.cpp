@@ -12,6 +12,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/real.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -190,6 +191,8 @@ class GraphGradients::Table {
 
   void forget(std::size_t index) { entries_.at(index) = Entry(); }
   void set_examples_checked(bool checked) { options_.examples_checked = checked; }
+  void set_skipped(std::vector<bool> skipped) { skipped_ = std::move(skipped); }
+  bool uses(std::size_t index) const { return entries_.at(index).term != nullptr; }
 
   std::string explain(std::size_t index) const {
     const Entry& entry = entries_.at(index);
@@ -231,6 +234,7 @@ class GraphGradients::Table {
   std::vector<NamedParameter> parameters_;
   GraphOptions options_;
   std::vector<Entry> entries_;
+  std::vector<bool> skipped_;
   std::int64_t examples_ = 0;
   std::int64_t analyses_ = 0;
   std::map<std::uint64_t, std::deque<Plan>> plans_;
@@ -280,6 +284,12 @@ void GraphGradients::Table::backward(const at::Tensor& losses, bool keep_graph) 
                losses.size(0), ": call clear() between batches");
   examples_ = losses.size(0);
   if (graph.nodes.empty() || !graph.leads_to_parameter[0]) return;
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    GRADUS_CHECK("persample", graph.parameter[i] < 0 || !graph.nodes[i].has_hooks(),
+                 "parameters without gradient hooks are required; got one on ",
+                 parameters_[static_cast<std::size_t>(graph.parameter[i])].name,
+                 " (register_hook), which is made for the sum over a batch: remove it");
+  }
   const at::NoGradGuard no_grad;
   if (examples_ == 1) {
     single_example(graph, keep_graph);
@@ -451,7 +461,16 @@ void GraphGradients::Table::arrive(const Graph& graph, const grad::EdgeView& edg
 
 void GraphGradients::Table::add(std::int64_t parameter, std::unique_ptr<Term> term,
                                 bool by_formula) {
-  Entry& entry = entries_[static_cast<std::size_t>(parameter)];
+  const auto index = static_cast<std::size_t>(parameter);
+  Entry& entry = entries_[index];
+  if (index < skipped_.size() && skipped_[index]) return;
+  if (!parameters_[index].tensor.is_complex()) {
+    // Through a cast to complex: the gradient of what is real is real.
+    if (const auto* const formed = dynamic_cast<const FormedTerm*>(term.get());
+        formed != nullptr && formed->form().is_complex()) {
+      term = std::make_unique<FormedTerm>(at::real(formed->form()).contiguous());
+    }
+  }
   entry.arrived.push_back(std::move(term));
   entry.by_formula = entry.by_formula || by_formula;
   if (entry.awaited > 0 && --entry.awaited == 0 && entry.term == nullptr) settle(entry);
@@ -533,6 +552,10 @@ std::vector<at::Tensor> GraphGradients::weighted_sums(const at::Tensor& weights,
 }
 
 void GraphGradients::set_examples_checked(bool checked) { table_->set_examples_checked(checked); }
+void GraphGradients::set_skipped(std::vector<bool> skipped) {
+  table_->set_skipped(std::move(skipped));
+}
+bool GraphGradients::uses(std::size_t index) const { return table_->uses(index); }
 void GraphGradients::forget(std::size_t index) { table_->forget(index); }
 void GraphGradients::clear() { table_->clear(); }
 std::int64_t GraphGradients::analyses() const { return table_->analyses(); }

@@ -21,7 +21,7 @@ enum class Keep : std::uint8_t {
 struct GraphOptions {
   Keep keep = Keep::cheapest;
   /// Formed gradients may take this many times the bytes of the factors that they replace.
-  double formed_bytes = 2.0;
+  double formed_bytes = 1.2;
   /// Compares counted operations instead of measured milliseconds: two runs then choose alike, and
   /// are equal bit for bit.
   bool reproducible = false;
@@ -59,6 +59,10 @@ class GraphGradients {
 
   /// Sets GraphOptions::examples_checked for the next calls.
   void set_examples_checked(bool checked);
+  /// Parameters, by number, to which the next calls add nothing; empty: none.
+  void set_skipped(std::vector<bool> skipped);
+  /// True if the table holds gradients of this parameter.
+  bool uses(std::size_t index) const;
   /// Frees what is kept of one parameter, which then counts as not used.
   void forget(std::size_t index);
 

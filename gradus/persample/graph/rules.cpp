@@ -113,6 +113,10 @@ std::optional<std::vector<OperandTerm>> product_rule(const NodeUse& use) {
 std::optional<std::vector<OperandTerm>> normalisation_rule(const NodeUse& use) {
   const auto norm = grad::as_normalisation(use.node);
   if (!norm || !use.gradients[0].defined()) return std::nullopt;
+  GRADUS_CHECK("persample", !norm->training,
+               "losses that depend on one example each are required; got BatchNorm in training "
+               "(NativeBatchNormBackward0), which normalises over the batch: call eval() on it, or "
+               "replace it by GroupNorm");
   const at::Tensor& gradient = use.gradients[0];
   std::vector<OperandTerm> terms;
   for (const std::size_t edge : use.shared) {

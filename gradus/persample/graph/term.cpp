@@ -1,6 +1,7 @@
 #include <gradus/persample/graph/term.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include <ATen/ops/_unique2.h>
@@ -65,8 +66,12 @@ class TiedTerm final : public Term {
     const at::Tensor touched = rows.gather(
         2, indices.clamp_min(0).unsqueeze(1).expand({rows.size(0), rows.size(1), indices.size(1)}));
     const at::Tensor products = at::bmm(product_.columns(), lookup_.values().transpose(1, 2));
-    return product_.squared_norms() + lookup_.squared_norms() +
-           2 * dot_by_example(touched, products * (indices >= 0).unsqueeze(1));
+    const at::Tensor squares = product_.squared_norms() + lookup_.squared_norms() +
+                               2 * dot_by_example(touched, products * (indices >= 0).unsqueeze(1));
+    return guarded_squares(
+        squares, product_.bounds() + lookup_.bounds(), [&](const at::Tensor& some) {
+          return squared_norm_by_example(product_.at(some).form() + lookup_.at(some).form());
+        });
   }
   at::Tensor weighted_sum(const at::Tensor& weights) const override {
     return product_.weighted_sum(weights).add_(lookup_.weighted_sum(weights));
@@ -134,6 +139,35 @@ at::Tensor widened(const at::Tensor& tensor) {
   return narrow ? tensor.to(at::kFloat) : tensor;
 }
 
+namespace {
+
+// Squares below this share of their bound's square are formed: above, rounding of a sum of products
+// (some units of the bound's square) is a few ten-thousandths of the norm at most.
+constexpr double kTrustedShare = 1.0 / 4096;
+
+double unit_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                             : std::numeric_limits<float>::epsilon();
+}
+
+}  // namespace
+
+at::Tensor squares_of_formed(const at::Tensor& squares, const at::Tensor& bounds) {
+  return (squares.sqrt() + 2 * unit_of(squares) * bounds).square();
+}
+
+at::Tensor guarded_squares(const at::Tensor& squares, const at::Tensor& bounds,
+                           const std::function<at::Tensor(const at::Tensor&)>& exact) {
+  const at::Tensor squared_bounds = bounds.square();
+  at::Tensor guarded = squares + unit_of(squares) * squared_bounds;
+  const at::Tensor doubtful = (squares < kTrustedShare * squared_bounds).nonzero().flatten();
+  if (doubtful.numel() > 0) {
+    guarded.index_copy_(0, doubtful,
+                        squares_of_formed(exact(doubtful), bounds.index_select(0, doubtful)));
+  }
+  return guarded;
+}
+
 double Term::form_bytes() const {
   double bytes = static_cast<double>(examples()) * sizeof(float);
   for (const std::int64_t size : sizes()) bytes *= static_cast<double>(size);
@@ -171,21 +205,38 @@ ProductTerm::ProductTerm(at::Tensor rows, at::Tensor columns)
 
 at::Tensor ProductTerm::form() const { return at::bmm(rows_.transpose(1, 2), columns_); }
 
+namespace {
+
+// A few examples at a time, and forgotten at once.
+at::Tensor squares_by_forming(const ProductTerm& term) {
+  const at::Tensor &rows = term.rows(), &columns = term.columns();
+  const std::int64_t one = rows.size(2) * columns.size(2) * rows.element_size();
+  const std::int64_t chunk = std::max<std::int64_t>(1, kGramBytes / std::max<std::int64_t>(1, one));
+  std::vector<at::Tensor> norms;
+  for (std::int64_t start = 0; start < term.examples(); start += chunk) {
+    const std::int64_t length = std::min(chunk, term.examples() - start);
+    norms.push_back(squared_norm_by_example(
+        at::bmm(rows.narrow(0, start, length).transpose(1, 2), columns.narrow(0, start, length))));
+  }
+  return at::cat(norms);
+}
+
+}  // namespace
+
+at::Tensor ProductTerm::bounds() const {
+  return (at::linalg_vector_norm(rows_, 2, {2}) * at::linalg_vector_norm(columns_, 2, {2})).sum(1);
+}
+
+ProductTerm ProductTerm::at(const at::Tensor& indices) const {
+  return {rows_.index_select(0, indices), columns_.index_select(0, indices)};
+}
+
 at::Tensor ProductTerm::squared_norms() const {
   const std::int64_t steps = rows_.size(1);
   if (steps == 1) return squared_norm_by_example(rows_) * squared_norm_by_example(columns_);
   if (form_operations() < norm_operations()) {
-    // Forming costs less than a Gram matrix: a few examples at a time, and forgotten at once.
-    const std::int64_t one = rows_.size(2) * columns_.size(2) * rows_.element_size();
-    const std::int64_t chunk =
-        std::max<std::int64_t>(1, kGramBytes / std::max<std::int64_t>(1, one));
-    std::vector<at::Tensor> norms;
-    for (std::int64_t start = 0; start < examples(); start += chunk) {
-      const std::int64_t length = std::min(chunk, examples() - start);
-      norms.push_back(squared_norm_by_example(at::bmm(
-          rows_.narrow(0, start, length).transpose(1, 2), columns_.narrow(0, start, length))));
-    }
-    return at::cat(norms);
+    // Forming costs less than a Gram matrix.
+    return squares_of_formed(squares_by_forming(*this), bounds());
   }
   const std::int64_t block = std::max(
       kGramBlock, std::min<std::int64_t>(
@@ -207,8 +258,8 @@ at::Tensor ProductTerm::squared_norms() const {
       total.add_(dot_by_example(at::bmm(rows, other_rows), at::bmm(columns, other_columns)), 2);
     }
   }
-  // Rounding may leave a vanishing norm just below zero.
-  return total.clamp_min_(0);
+  return guarded_squares(total, bounds(),
+                         [&](const at::Tensor& some) { return squares_by_forming(at(some)); });
 }
 
 at::Tensor ProductTerm::weighted_sum(const at::Tensor& weights) const {
@@ -288,6 +339,17 @@ at::Tensor LookupTerm::form_sparse() const {
       ._coalesced_(true);
 }
 
+namespace {
+
+at::Tensor squares_of_touched(const LookupTerm& term) {
+  const Touched touched = touched_rows(term);
+  at::Tensor total = at::zeros({term.examples()}, term.values().options());
+  return total.index_add_(0, touched.keys.floor_divide(term.sizes()[0]),
+                          touched.gradients.square().sum(1));
+}
+
+}  // namespace
+
 at::Tensor LookupTerm::squared_norms() const {
   if (indices_.size(1) == 1) {
     return squared_norm_by_example(values_) * (indices_.view({-1}) >= 0);
@@ -295,13 +357,18 @@ at::Tensor LookupTerm::squared_norms() const {
   if (indices_.size(1) <= kComparedLookups) {
     const at::Tensor left = indices_.unsqueeze(2);
     const at::Tensor same = (left == indices_.unsqueeze(1)).logical_and_(left >= 0);
-    return dot_by_example(at::bmm(values_, values_.transpose(1, 2)), same.to(values_.scalar_type()))
-        .clamp_min_(0);
+    const at::Tensor squares =
+        dot_by_example(at::bmm(values_, values_.transpose(1, 2)), same.to(values_.scalar_type()));
+    return guarded_squares(squares, bounds(),
+                           [&](const at::Tensor& some) { return squares_of_touched(at(some)); });
   }
-  const Touched touched = touched_rows(*this);
-  at::Tensor total = at::zeros({examples()}, values_.options());
-  return total.index_add_(0, touched.keys.floor_divide(table_rows_),
-                          touched.gradients.square().sum(1));
+  return squares_of_formed(squares_of_touched(*this), bounds());
+}
+
+at::Tensor LookupTerm::bounds() const { return at::linalg_vector_norm(values_, 2, {2}).sum(1); }
+
+LookupTerm LookupTerm::at(const at::Tensor& indices) const {
+  return {indices_.index_select(0, indices), values_.index_select(0, indices), table_rows_};
 }
 
 at::Tensor LookupTerm::weighted_sum(const at::Tensor& weights) const {

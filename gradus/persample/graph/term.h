@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -90,6 +91,11 @@ class ProductTerm final : public Term {
   std::string describe() const override;
   std::unique_ptr<Term> transposed() const override;
 
+  /// sum_t |rows[b, t]| |columns[b, t]|, [B]: what the norm would be if no two steps cancelled.
+  at::Tensor bounds() const;
+  /// Of the examples at @p indices (long).
+  ProductTerm at(const at::Tensor& indices) const;
+
   const at::Tensor& rows() const { return rows_; }
   const at::Tensor& columns() const { return columns_; }
 
@@ -115,6 +121,11 @@ class LookupTerm final : public Term {
   std::int64_t bytes() const override;
   std::string describe() const override;
 
+  /// sum_t |values[b, t]|, [B].
+  at::Tensor bounds() const;
+  /// Of the examples at @p indices (long).
+  LookupTerm at(const at::Tensor& indices) const;
+
   const at::Tensor& indices() const { return indices_; }
   const at::Tensor& values() const { return values_; }
   /// The gradients as one sparse tensor [B, rows, D], duplicate rows summed.
@@ -125,6 +136,19 @@ class LookupTerm final : public Term {
   at::Tensor values_;
   std::int64_t table_rows_;
 };
+
+/// Squared norms that a sum of products gave, so that a gradient clipped by them is never longer
+/// than it should be. A norm that is small beside its products, as when steps nearly cancel, is
+/// rounding: where that may be, @p exact forms the gradients of those examples (indices, long) and
+/// gives their squared norms. What rounding may have taken elsewhere is added.
+/// @param squares  [B].
+/// @param bounds   [B], sum_t |r_t| |c_t| of the products or more.
+at::Tensor guarded_squares(const at::Tensor& squares, const at::Tensor& bounds,
+                           const std::function<at::Tensor(const at::Tensor& examples)>& exact);
+
+/// Squared norms of formed gradients whose weighted sum comes from the factors, whose rounding is
+/// relative to @p bounds.
+at::Tensor squares_of_formed(const at::Tensor& squares, const at::Tensor& bounds);
 
 /// The sum of terms of one parameter that is used several times: norms hold the cross terms.
 std::unique_ptr<Term> sum_of(std::vector<std::unique_ptr<Term>> terms);

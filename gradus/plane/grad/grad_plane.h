@@ -48,6 +48,8 @@ class NodeView {
   /// Shape of the forward operator's output number @p output; empty where the node does not know
   /// it.
   std::vector<std::int64_t> sizes(std::size_t output) const;
+  /// True if someone else's hook may change the gradients that come in (Tensor::register_hook).
+  bool has_hooks() const;
   /// Grows from node to node in the order of the forward pass, on each thread.
   std::uint64_t sequence_number() const;
   /// Equal for views of one node, and only for those while they live.
