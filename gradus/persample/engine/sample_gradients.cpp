@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/api/include/torch/nn/module.h>
 
@@ -42,7 +43,10 @@ std::string join_names(const std::set<std::string>& names) {
   return all;
 }
 
-double norm_of(const at::Tensor& tensor) { return tensor.to(at::kDouble).norm().item<double>(); }
+double norm_of(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor;
+  return values.to(at::kDouble).norm().item<double>();
+}
 
 at::Tensor one_hot(std::int64_t example, std::int64_t examples) {
   at::Tensor weights = at::zeros({examples}, at::kDouble);
@@ -76,6 +80,8 @@ class SampleGradients::State {
   void backward(const at::Tensor& losses) {
     check_module();
     check_examples(losses.dim() == 1 ? losses.size(0) : 0);
+    graph_.set_skipped({});
+    graph_.set_examples_checked(options_.graph.examples_checked);
     graph_.backward(losses);
   }
 
@@ -117,14 +123,13 @@ class SampleGradients::State {
   // How each parameter of one program is computed.
   struct Verdict {
     std::vector<Engine> engines{};
+    bool proved = true;  // by numbers: else the next batch is examined too
   };
 
   void log(const std::string& line) const {
     if (options_.log) options_.log("[persample] " + line);
   }
-  bool has_graph(std::size_t index) const {
-    return graph_.examples() > 0 && used_graph_ && graph_engine_[index];
-  }
+  bool has_graph(std::size_t index) const { return graph_.examples() > 0 && graph_.uses(index); }
   void check_module() const;
   void check_examples(std::int64_t examples) const {
     GRADUS_CHECK("persample", this->examples() == 0 || this->examples() == examples,
@@ -133,8 +138,9 @@ class SampleGradients::State {
                  ": call clear() between batches");
   }
   const Verdict& examine(const LossFunction& loss, const Batch& batch, std::uint64_t structure);
-  void check_mixing(const LossFunction& loss, const Batch& batch, const at::Tensor& losses,
-                    const std::string& where) const;
+  // False if nothing could be told.
+  bool check_mixing(const LossFunction& loss, const Batch& batch,
+                    const std::function<std::string()>& where) const;
   std::vector<std::size_t> mismatches(const std::vector<std::vector<at::Tensor>>& got,
                                       const std::vector<at::Tensor>& want,
                                       const std::vector<std::size_t>& of) const;
@@ -144,16 +150,15 @@ class SampleGradients::State {
                   const Batch& batch);
   std::vector<std::int64_t> checked(const at::Tensor& losses) const;
   double tolerance(const at::Tensor& parameter) const {
-    if (parameter.scalar_type() == at::kDouble) return options_.tolerance_float64;
-    return parameter.element_size() == 4 ? options_.tolerance_float32 : options_.tolerance_16bit;
+    const at::ScalarType type = c10::toRealValueType(parameter.scalar_type());
+    if (type == at::kDouble) return options_.tolerance_float64;
+    return type == at::kFloat ? options_.tolerance_float32 : options_.tolerance_16bit;
   }
 
   SampleOptions options_;
   std::shared_ptr<torch::nn::Module> module_;
   GraphGradients graph_;
   std::vector<at::Tensor> formed_;  // of vmap and the loop, [B, *shape]
-  std::vector<bool> graph_engine_;
-  bool used_graph_ = false;
   std::int64_t examples_ = 0;
   std::map<std::uint64_t, Verdict> verdicts_;
 };
@@ -211,8 +216,7 @@ at::Tensor SampleGradients::State::backward(const LossFunction& loss, const Batc
   at::Tensor losses = losses_of();
   if (examples == 1) {  // its gradient is the gradient
     const at::Tensor result = losses.detach();
-    graph_engine_.assign(parameters().size(), true);
-    used_graph_ = true;
+    graph_.set_skipped({});
     graph_.backward(losses);
     examples_ = examples;
     return result;
@@ -236,18 +240,17 @@ at::Tensor SampleGradients::State::backward(const LossFunction& loss, const Batc
   const bool any_graph =
       std::count(verdict.engines.begin(), verdict.engines.end(), Engine::graph) > 0;
   if (any_graph) {
+    std::vector<bool> skipped;
+    for (const Engine engine : verdict.engines) skipped.push_back(engine != Engine::graph);
+    graph_.set_skipped(std::move(skipped));
     graph_.set_examples_checked(options_.check_mixing || options_.graph.examples_checked);
     graph_.backward(losses);
-    used_graph_ = true;
   }
   losses = at::Tensor();
-  graph_engine_.assign(parameters().size(), false);
-  for (std::size_t i = 0; i < verdict.engines.size(); ++i) {
-    graph_engine_[i] = verdict.engines[i] == Engine::graph;
-  }
   for (const Engine engine : {Engine::vmap, Engine::loop}) {
     add_formed(engine, verdict, loss, batch);
   }
+  if (!verdict.proved) verdicts_.erase(known);
   examples_ = examples;
   return result;
 }
@@ -298,7 +301,7 @@ std::vector<std::size_t> SampleGradients::State::mismatches(
       if (!want[i].defined()) continue;
       const at::Tensor expected = want[i][static_cast<std::int64_t>(example)];
       const double scale = norm_of(expected) + kNegligible * std::sqrt(total);
-      const double error = norm_of(got[example][i].to(at::kDouble) - expected.to(at::kDouble));
+      const double error = norm_of(got[example][i] - expected);
       const bool equal = error <= tolerance(parameters()[i].tensor) * scale;  // false for NaN
       if (!equal && std::find(wrong.begin(), wrong.end(), i) == wrong.end()) wrong.push_back(i);
     }
@@ -306,40 +309,57 @@ std::vector<std::size_t> SampleGradients::State::mismatches(
   return wrong;
 }
 
-void SampleGradients::State::check_mixing(const LossFunction& loss, const Batch& batch,
-                                          const at::Tensor& losses,
-                                          const std::string& where) const {
-  const at::NoGradGuard no_grad;
+bool SampleGradients::State::check_mixing(const LossFunction& loss, const Batch& batch,
+                                          const std::function<std::string()>& where) const {
+  const at::Tensor losses = loss(batch).detach();
   const auto examples = static_cast<std::size_t>(losses.size(0));
+  bool proved = true;
   for (std::size_t changed = 0; changed < std::min(kChangedExamples, examples); ++changed) {
-    // Another example's values are ones that the model takes; floats are moved a little besides, as
-    // the two may be equal.
+    // Another example's values are ones that the model takes.
     const auto at = static_cast<std::int64_t>(changed);
-    const std::int64_t from = losses.size(0) - 1 - (losses.size(0) - 1 == at ? 1 : 0);
     Batch other;
-    for (const at::Tensor& tensor : batch) {
-      at::Tensor copy = tensor.detach().clone();
-      at::Tensor row = copy[at];
-      row.copy_(tensor[from]);
-      if (tensor.is_floating_point()) row.mul_(1.0625);
-      other.push_back(copy);
+    for (const at::Tensor& tensor : batch) other.push_back(tensor.detach().clone());
+    bool differs = false;
+    for (std::int64_t from = losses.size(0) - 1; from >= 0 && !differs; --from) {
+      if (from == at) continue;
+      for (std::size_t i = 0; i < batch.size(); ++i) {
+        other[i][at].copy_(batch[i].detach()[from]);
+        differs = differs || !other[i][at].equal(batch[i].detach()[at]);
+      }
     }
-    const at::Tensor now = loss(other).detach();
+    at::Tensor now;
+    try {
+      now = loss(other).detach();
+    } catch (const c10::Error& error) {
+      log(base::join("the loss does not take example ", at,
+                     " replaced by another, so that mixing "
+                     "was not looked for: ",
+                     error.what_without_backtrace()));
+      continue;
+    }
+    proved = proved && differs;
     const at::Tensor difference = (now - losses).abs().to(at::kDouble);
     const at::Tensor sizes = losses.abs().to(at::kDouble).nan_to_num(0, 0, 0);
     const at::Tensor bound = kUnchanged * (sizes + sizes.mean());
     for (std::int64_t i = 0; i < losses.size(0); ++i) {
       if (i == at) continue;
       const double by = difference[i].item<double>();
-      GRADUS_CHECK(
-          "persample", by <= bound[i].item<double>() || !(by == by),
-          "losses that depend on one example each are required; changing example ", at,
-          " changes the loss of example ", i, " by ", by,
-          where.empty() ? std::string() : base::join("; operators that can mix them: ", where),
-          ". Per-sample gradients and private training need a model without BatchNorm in "
-          "training, permutations of the batch or statistics over it");
+      if (!std::isfinite(by)) {
+        proved = false;
+        continue;
+      }
+      if (by <= bound[i].item<double>()) continue;
+      const std::string suspects = where();
+      GRADUS_CHECK("persample", by <= bound[i].item<double>(),
+                   "losses that depend on one example each are required; changing example ", at,
+                   " changes the loss of example ", i, " by ", by,
+                   suspects.empty() ? std::string()
+                                    : base::join("; operators that can mix them: ", suspects),
+                   ". Per-sample gradients and private training need a model without BatchNorm in "
+                   "training, permutations of the batch or statistics over it");
     }
   }
+  return proved;
 }
 
 const SampleGradients::State::Verdict& SampleGradients::State::examine(const LossFunction& loss,
@@ -355,18 +375,32 @@ const SampleGradients::State::Verdict& SampleGradients::State::examine(const Los
   std::vector<std::size_t> wrong;
   std::vector<at::Tensor> want;
   bool drew = false;
+  // Copies, as a loss may change its batch; a permutation that the model draws must be the same one
+  // in each run.
+  const LossFunction with_same_draws = [&](const Batch& of) {
+    const base::RngGuard same_draws;
+    Batch copies;
+    for (const at::Tensor& tensor : of) copies.push_back(tensor.detach().clone());
+    return loss(copies);
+  };
+  if (options_.check_mixing) {
+    // With real draws: what a drawn branch or mask does is seen too.
+    verdict.proved = check_mixing(with_same_draws, batch, [&] {
+      const internal::FixedRandomness watched;
+      with_same_draws(batch);
+      return join_names(watched.suspects());
+    });
+  }
   const internal::FixedRandomness fixed;
   {
-    // A permutation that the model draws must be the same one in each run.
-    const auto with_same_draws = [&](const Batch& of) {
-      const base::RngGuard same_draws;
-      return loss(of);
-    };
     at::Tensor losses = with_same_draws(batch);
     examples = checked(losses.detach());
-    if (options_.check_mixing) {
-      check_mixing(with_same_draws, batch, losses.detach(), join_names(fixed.suspects()));
+    if (options_.check_mixing && fixed.drew()) {
+      verdict.proved =
+          check_mixing(with_same_draws, batch, [&] { return join_names(fixed.suspects()); }) &&
+          verdict.proved;
     }
+    verdict.proved = verdict.proved && (!examples.empty() || options_.checked_examples == 0);
     if (!examples.empty()) {
       GraphGradients scratch(parameters(), options_.graph);
       scratch.set_examples_checked(options_.check_mixing || options_.graph.examples_checked);
@@ -440,9 +474,21 @@ SampleGradients::SampleGradients(std::shared_ptr<torch::nn::Module> module, Samp
 SampleGradients::~SampleGradients() = default;
 
 at::Tensor SampleGradients::backward(const LossFunction& loss, const Batch& batch) {
-  return state_->backward(loss, batch);
+  try {
+    return state_->backward(loss, batch);
+  } catch (...) {
+    state_->clear();  // of a sum of which a part is missing nothing is right
+    throw;
+  }
 }
-void SampleGradients::backward(const at::Tensor& losses) { state_->backward(losses); }
+void SampleGradients::backward(const at::Tensor& losses) {
+  try {
+    state_->backward(losses);
+  } catch (...) {
+    state_->clear();
+    throw;
+  }
+}
 std::int64_t SampleGradients::examples() const { return state_->examples(); }
 const std::vector<NamedParameter>& SampleGradients::parameters() const {
   return state_->parameters();

@@ -335,6 +335,10 @@ TEST_F(NoiseTest, RefusesByNameAndChangesNothing) {
   EXPECT_THAT(refusal(at::zeros({3}, at::kLong), 1.0), HasSubstr("target 1 must be float32"));
   EXPECT_THAT(refusal(at::zeros({3, 1}).expand({3, 4}), 1.0),
               HasSubstr("target 1 must not overlap itself"));
+  EXPECT_THAT(refusal(at::zeros({6}).as_strided({3, 2}, {1, 1}), 1.0),
+              HasSubstr("target 1 must not overlap itself"));
+  EXPECT_THAT(refusal(at::zeros({8}).as_strided({2, 2, 2}, {3, 2, 1}), 1.0),
+              HasSubstr("target 1 must not overlap itself"));
   EXPECT_THAT(refusal(at::zeros({3, 3}).to_sparse(), 1.0), HasSubstr("target 1 must be dense"));
   EXPECT_THAT(refusal(good, 1.0), HasSubstr("must not share memory"));
   EXPECT_THAT(message_of([&] { noise.add_gaussian_({good}, std::vector<double>{}); }),

@@ -109,6 +109,21 @@ Clipper::Clipper(ClippingOptions options, const std::vector<std::string>& parame
   group_of_ = group_parameters(options_.layers, parameters);
 }
 
+void Clipper::set_live(const std::vector<bool>& live) {
+  if (options_.policy != Clipping::per_layer) return;
+  GRADUS_CHECK(kComponent, live.size() == group_of_.size(), "there must be one flag for each of ",
+               group_of_.size(), " parameters; got ", live.size());
+  live_.assign(thresholds_.size(), false);
+  for (std::size_t p = 0; p < live.size(); ++p)
+    live_[group_of_[p]] = live_[group_of_[p]] || live[p];
+  const auto layers = std::count(live_.begin(), live_.end(), true);
+  if (layers == 0) live_.assign(thresholds_.size(), true);  // nothing is trained: any bound holds
+  if (options_.layers.empty() && layers > 0) {
+    thresholds_.assign(thresholds_.size(),
+                       options_.max_norm / std::sqrt(static_cast<double>(layers)));
+  }
+}
+
 std::size_t Clipper::group_of(std::size_t index) const { return group_of_.at(index); }
 
 std::vector<double> Clipper::thresholds() const {
@@ -120,9 +135,11 @@ std::vector<double> Clipper::thresholds() const {
 
 double Clipper::sensitivity() const {
   const std::vector<double> bounds = thresholds();
-  if (bounds.size() == 1) return bounds[0];
+  if (bounds.size() == 1) return bounds[0];  // exactly
   double squares = 0.0;
-  for (const double bound : bounds) squares += bound * bound;
+  for (std::size_t g = 0; g < bounds.size(); ++g) {
+    if (live_.empty() || live_[g]) squares += bounds[g] * bounds[g];
+  }
   return std::sqrt(squares);
 }
 

@@ -32,7 +32,8 @@ struct ClippedLayer {
 struct ClippingOptions {
   Clipping policy = Clipping::flat;
   double max_norm = 1.0;  ///< C, finite, > 0; of adaptive: where it starts.
-  /// per_layer: the groups, each parameter in one. Empty: each parameter alone, with C / sqrt(L).
+  /// per_layer: the groups, each parameter in one. Empty: each parameter alone, with C /
+  /// sqrt(L), L the number of those that are not frozen.
   std::vector<ClippedLayer> layers{};
   double target_quantile = 0.5;  ///< adaptive: share of examples to leave unclipped, in [0, 1].
   double adaptation_rate = 0.2;  ///< adaptive: eta_C, > 0.
@@ -61,13 +62,19 @@ class Clipper {
   /// name that no parameter has, a parameter in no group or in two.
   explicit Clipper(ClippingOptions options, const std::vector<std::string>& parameters = {});
 
+  /// per_layer: which parameters want a gradient, by number. Groups without one count neither in L
+  /// nor in the sensitivity. Until it is called, all do. @throws UserError on another number of
+  /// flags.
+  void set_live(const std::vector<bool>& live);
+
   const ClippingOptions& options() const { return options_; }
   std::size_t groups() const { return thresholds_.size(); }
   /// The group of parameter number @p index.
   std::size_t group_of(std::size_t index) const;
   /// C of each group now, schedule and adaptation included.
   std::vector<double> thresholds() const;
-  /// Bound of the L2 norm of an example's clipped gradient: C, or the root of the sum of C_l^2.
+  /// Bound of the L2 norm of an example's clipped gradient: C, or the root of the sum of C_l^2 over
+  /// groups that are not frozen.
   double sensitivity() const;
 
   /// @param norms  For each group float64 [B], >= 0.
@@ -100,6 +107,7 @@ class Clipper {
   ClippingOptions options_;
   std::vector<double> thresholds_;  // at scale 1; of adaptive, options_.max_norm is the live one
   std::vector<std::size_t> group_of_;
+  std::vector<bool> live_;  // of groups; empty: all
   double scale_ = 1.0;
 };
 

@@ -73,6 +73,22 @@ TEST(PrivacyClippingTest, LayersHaveThresholdsOfTheirOwnAndTheRootOfTheirSquares
   EXPECT_DOUBLE_EQ(even.sensitivity(), 6.0);
 }
 
+TEST(PrivacyClippingTest, FrozenGroupsCountNeitherInTheNumberNorInTheSensitivity) {
+  Clipper even({.policy = Clipping::per_layer, .max_norm = 6.0}, {"a", "b", "c", "d", "e"});
+  even.set_live({true, true, true, true, false});
+  EXPECT_EQ(even.thresholds().front(), 3.0);
+  EXPECT_DOUBLE_EQ(even.sensitivity(), 6.0);
+  Clipper given(
+      {.policy = Clipping::per_layer,
+       .layers = {{.names = {"a", "b"}, .max_norm = 3.0}, {.names = {"c"}, .max_norm = 4.0}}},
+      {"a", "b", "c"});
+  given.set_live({false, true, true});
+  EXPECT_DOUBLE_EQ(given.sensitivity(), 5.0);
+  given.set_live({false, true, false});
+  EXPECT_DOUBLE_EQ(given.sensitivity(), 3.0);
+  EXPECT_THAT(message_of([&] { given.set_live({true}); }), HasSubstr("each of 3 parameters"));
+}
+
 TEST(PrivacyClippingTest, RefusesLayersThatDoNotFitTheModel) {
   const std::vector<std::string> names{"conv.weight", "conv.bias", "head.weight"};
   const auto refusal = [&](std::vector<ClippedLayer> layers) {

@@ -10,6 +10,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -66,6 +67,90 @@ double scheduled(const optim::Schedule& schedule, std::int64_t step, double valu
   return value * factor;
 }
 
+// Bit by bit, so that a NaN equals itself.
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type() || a.device() != b.device() ||
+      a.layout() != b.layout()) {
+    return false;
+  }
+  if (a.layout() != at::kStrided) return same_bits(a.to_dense(), b.to_dense());
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape({-1}).view(at::kByte);
+  };
+  return bytes(a).equal(bytes(b));
+}
+
+// What a forward pass must leave as it was: buffers by value, since not every way of writing is
+// counted by versions.
+class BufferWatch {
+ public:
+  void take(const Module& model) {
+    const at::NoGradGuard no_grad;
+    saved_.clear();
+    for (const auto& buffer : model.named_buffers()) {
+      if (buffer.value().defined() && !buffer.value().is_inference())
+        saved_.push_back({buffer.key(), buffer.value(), buffer.value().detach().clone()});
+    }
+  }
+  // The name of a buffer that changed, or none. All that changed are put back.
+  std::optional<std::string> restore(const Module& model) const {
+    if (saved_.empty()) return std::nullopt;
+    const at::NoGradGuard no_grad;
+    const auto buffers = model.named_buffers();
+    std::optional<std::string> changed;
+    for (const Saved& each : saved_) {
+      const at::Tensor* now = buffers.find(each.name);
+      at::Tensor buffer = now != nullptr && now->defined() ? *now : each.buffer;
+      if (same_bits(buffer, each.value)) continue;
+      changed = each.name;
+      // In place where it can be, so that views of the buffer see it.
+      if (buffer.sizes() == each.value.sizes() &&
+          buffer.scalar_type() == each.value.scalar_type() && buffer.layout() == at::kStrided) {
+        buffer.copy_(each.value);
+      } else {
+        buffer.set_data(each.value.clone());
+      }
+    }
+    return changed;
+  }
+
+ private:
+  struct Saved {
+    std::string name{};
+    at::Tensor buffer{};
+    at::Tensor value{};
+  };
+  std::vector<Saved> saved_;
+};
+
+void refuse_buffer(const std::optional<std::string>& changed) {
+  GRADUS_CHECK(kComponent, !changed, "buffer '", *changed,
+               "' must not change in a forward pass of private training: it goes into the saved "
+               "model without noise. It has its old value again. Switch the update off, or, if it "
+               "does not depend on the examples, set allow_buffer_updates");
+}
+
+// Of each distinct kind of step the larger count: what was released stays released, whatever state
+// is loaded.
+History at_least(const History& loaded, const History& now) {
+  const auto count_in = [](const History& history, const GaussianSteps& kind) -> std::int64_t {
+    for (GaussianSteps entry : history.entries()) {
+      const std::int64_t steps = std::exchange(entry.steps, kind.steps);
+      if (entry == kind) return steps;
+    }
+    return 0;
+  };
+  History result;
+  for (GaussianSteps entry : loaded.entries()) {
+    entry.steps = std::max(entry.steps, count_in(now, entry));
+    result.add(entry);
+  }
+  for (const GaussianSteps& entry : now.entries()) {
+    if (count_in(loaded, entry) == 0) result.add(entry);
+  }
+  return result;
+}
+
 }  // namespace
 
 class DPOptimizer::State {
@@ -81,6 +166,11 @@ class DPOptimizer::State {
         noise_(options_.seed ? NoiseGenerator::seeded(*options_.seed, kNoiseStream)
                              : NoiseGenerator::secure()) {
     match_targets();
+    set_live();
+    // An impossible count_noise fails here and not at the first step.
+    (void)clipper_.shares(scheduled(options_.noise_schedule, 0, options_.noise_multiplier, "noise"),
+                          options_.expected_batch_size);
+    watch_buffers();
   }
 
   at::Tensor accumulate(const LossFunction& loss, const Batch& batch);
@@ -108,6 +198,7 @@ class DPOptimizer::State {
   struct Pending {
     std::vector<at::Tensor> sums{};  // one a parameter; undefined: nothing yet
     at::Tensor unclipped = at::zeros({}, at::kDouble);
+    double sensitivity = 0.0;  // the largest that a micro-batch was clipped to
     std::int64_t examples = 0;
     std::int64_t clipped = 0;
     std::int64_t non_finite = 0;
@@ -125,6 +216,13 @@ class DPOptimizer::State {
     return names;
   }
   void match_targets();
+  void check_targets() const;
+  void set_live();
+  at::Tensor layers_entry() const;
+  void watch_buffers() {
+    if (!options_.allow_buffer_updates) buffers_.take(*model_);
+  }
+  at::Tensor contribute(const LossFunction& loss, const Batch& batch, Contribution& contribution);
   void drop() {
     pending_ = Pending{};
     table_.clear();  // holds something only after an exception
@@ -138,8 +236,8 @@ class DPOptimizer::State {
   void add(Contribution contribution);
   void complete_sums();
   void release(DPStep& done);
-  double add_noise(DPStep& done);
-  void adapt(double count_noise, double noised_count);
+
+  BufferWatch buffers_;
 };
 
 // Every tensor the optimizer steps on must get its gradient from here, or it would step on one that
@@ -152,7 +250,6 @@ void DPOptimizer::State::match_targets() {
                " parameters, or none; got ", options_.targets.size());
   std::unordered_set<const void*> stepped;
   for (const at::Tensor& each : optimizer_.parameters()) stepped.insert(each.unsafeGetTensorImpl());
-  std::unordered_set<const void*> ours;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
     const at::Tensor target = options_.targets.empty() ? tensor : options_.targets[i];
@@ -164,8 +261,14 @@ void DPOptimizer::State::match_targets() {
                  "' wants a gradient, so the optimizer must hold it; it does not. Give it to the "
                  "optimizer, or freeze it with requires_grad_(false)");
     targets_.push_back(target);
-    ours.insert(target.unsafeGetTensorImpl());
   }
+  check_targets();
+}
+
+// Also before each step: groups may have been added to the optimizer, and layers to the model.
+void DPOptimizer::State::check_targets() const {
+  std::unordered_set<const void*> ours;
+  for (const at::Tensor& target : targets_) ours.insert(target.unsafeGetTensorImpl());
   const std::vector<at::Tensor> all = optimizer_.parameters();
   const std::vector<std::string> names = optimizer_.parameter_names();
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -175,6 +278,24 @@ void DPOptimizer::State::match_targets() {
         "not be private. Layers that were replaced, or a model that was moved, need a new "
         "optimizer");
   }
+  std::unordered_set<const void*> known;
+  for (const NamedParameter& parameter : table_.parameters())
+    known.insert(parameter.tensor.unsafeGetTensorImpl());
+  const std::vector<NamedParameter> now = persample::parameters_of(*model_);
+  for (const auto& [name, tensor] : now) {
+    GRADUS_CHECK(kComponent, known.contains(tensor.unsafeGetTensorImpl()), "parameter '", name,
+                 "' must have been the model's when its training was made private; it is new, and "
+                 "its gradients would not be private. Make the DPOptimizer anew");
+  }
+  GRADUS_CHECK(kComponent, now.size() == known.size(), "the model must keep its ", known.size(),
+               " parameters; it has ", now.size(), " now. Make the DPOptimizer anew");
+}
+
+void DPOptimizer::State::set_live() {
+  std::vector<bool> live;
+  for (const NamedParameter& parameter : table_.parameters())
+    live.push_back(parameter.tensor.requires_grad());
+  clipper_.set_live(live);
 }
 
 // A running statistic is a sum over examples without noise, which goes into the saved model.
@@ -191,6 +312,7 @@ void DPOptimizer::State::check_statistics() const {
 }
 
 double DPOptimizer::State::scale_thresholds() {
+  set_live();
   clipper_.set_scale(scheduled(options_.clip_schedule, steps_, 1.0, "clip"));
   return clipper_.sensitivity();
 }
@@ -259,6 +381,7 @@ void DPOptimizer::State::add(Contribution contribution) {
     }
   }
   pending_.unclipped = contribution.unclipped + pending_.unclipped;
+  pending_.sensitivity = std::max(pending_.sensitivity, contribution.sensitivity);
   pending_.examples += contribution.examples;
   pending_.clipped += contribution.clipped;
   pending_.non_finite += contribution.non_finite;
@@ -267,14 +390,38 @@ void DPOptimizer::State::add(Contribution contribution) {
 
 at::Tensor DPOptimizer::State::accumulate(const LossFunction& loss, const Batch& batch) {
   check_statistics();
-  scale_thresholds();
-  std::vector<std::pair<std::string, std::uint32_t>> versions;
-  const auto buffers = model_->named_buffers();
-  for (const auto& buffer : buffers) {
-    if (!buffer.value().is_inference())
-      versions.emplace_back(buffer.key(), buffer.value()._version());
+  Contribution contribution{.sensitivity = scale_thresholds(),
+                            .examples = persample::count_examples(batch)};
+  std::vector<std::uint32_t> versions;
+  for (const NamedParameter& parameter : table_.parameters())
+    versions.push_back(parameter.tensor.is_inference() ? 0 : parameter.tensor._version());
+  // What changed before this call is the caller's, as a state that was loaded.
+  watch_buffers();
+  at::Tensor losses;
+  try {
+    losses = contribute(loss, batch, contribution);
+  } catch (...) {
+    table_.clear();
+    buffers_.restore(*model_);
+    throw;
   }
-  Contribution contribution{.examples = persample::count_examples(batch)};
+  table_.clear();
+  const auto changed = buffers_.restore(*model_);
+  for (std::size_t i = 0; i < versions.size(); ++i) {
+    const auto& [name, tensor] = table_.parameters()[i];
+    GRADUS_CHECK(kComponent, tensor.is_inference() || tensor._version() == versions[i],
+                 "parameter '", name,
+                 "' must not be written in a forward pass of private training: what is written "
+                 "depends on the examples and has no noise. It holds that now, so load the model "
+                 "again. embedding with max_norm does this: switch max_norm off");
+  }
+  refuse_buffer(changed);
+  add(std::move(contribution));
+  return losses;
+}
+
+at::Tensor DPOptimizer::State::contribute(const LossFunction& loss, const Batch& batch,
+                                          Contribution& contribution) {
   at::Tensor losses;
   Batch current = batch;
   while (persample::count_examples(current) > 0) {
@@ -301,16 +448,6 @@ at::Tensor DPOptimizer::State::accumulate(const LossFunction& loss, const Batch&
     current =
         persample::examples_at(current, std::vector<std::int64_t>(index, index + kept.numel()));
   }
-  table_.clear();
-  for (std::size_t i = 0; i < versions.size() && !options_.allow_buffer_updates; ++i) {
-    const auto& [name, version] = versions[i];
-    GRADUS_CHECK(
-        kComponent, buffers[name]._version() == version, "buffer '", name,
-        "' must not change in a forward pass of private training: it goes into the saved "
-        "model without noise. Switch it off, or, if it does not depend on the examples, set "
-        "allow_buffer_updates");
-  }
-  add(std::move(contribution));
   return losses;
 }
 
@@ -319,12 +456,14 @@ void DPOptimizer::State::accumulate(const at::Tensor& losses) {
                "losses must be one for each example, [B]; got ",
                losses.defined() ? base::join("shape ", losses.sizes()) : "an undefined tensor");
   check_statistics();
-  scale_thresholds();
+  // The forward pass is over: the buffers must be as this last saw them.
+  refuse_buffer(buffers_.restore(*model_));
+  const double sensitivity = scale_thresholds();
   table_.clear();
   table_.backward(losses);
   const at::NoGradGuard no_grad;
   const ClipWeights weights = clipper_.weights(group_norms());
-  Contribution contribution{.examples = losses.size(0)};
+  Contribution contribution{.sensitivity = sensitivity, .examples = losses.size(0)};
   contribution.non_finite = weights.finite.logical_not().sum().item<std::int64_t>();
   contribution.norms.push_back(table_.norms().cpu());
   count(weights, contribution);
@@ -355,11 +494,13 @@ DPStep DPOptimizer::State::step(bool empty) {
       kComponent, empty || pending_.examples > 0,
       "step() needs a logical batch; nothing was accumulated. The noise of an empty batch is "
       "added by step_empty()");
+  check_targets();
   DPStep done{.step = steps_ + 1,
               .examples = pending_.examples,
               .clipped = pending_.clipped,
               .non_finite = pending_.non_finite};
-  done.max_norm = scale_thresholds();
+  // A schedule that changed its mind since must not leave a gradient above its noise.
+  done.max_norm = std::max(scale_thresholds(), pending_.sensitivity);
   done.noise_multiplier =
       scheduled(options_.noise_schedule, steps_, options_.noise_multiplier, "noise");
   // Fails before anything is counted or drawn.
@@ -371,6 +512,8 @@ DPStep DPOptimizer::State::step(bool empty) {
   accountant_->add(options_.accounted ? options_.accounted(done.noise_multiplier)
                                       : GaussianSteps{.noise_multiplier = done.noise_multiplier,
                                                       .sample_rate = 1.0});
+  // Counted is taken, also if the release fails: the next step has the next one's noise.
+  ++steps_;
   try {
     release(done);
   } catch (...) {
@@ -412,7 +555,20 @@ void DPOptimizer::State::release(DPStep& done) {
   }
   if (options_.clipping.policy == Clipping::adaptive)
     clipper_.adapt(unclipped.item<double>(), options_.expected_batch_size);
-  ++steps_;
+}
+
+// Each parameter's group and that group's norm, as given: [P, 2]; none without explicit layers.
+at::Tensor DPOptimizer::State::layers_entry() const {
+  const std::vector<ClippedLayer>& layers = options_.clipping.layers;
+  const auto n = static_cast<std::int64_t>(layers.empty() ? 0 : targets_.size());
+  at::Tensor entry = at::empty({n, 2}, at::kDouble);
+  auto* value = entry.mutable_data_ptr<double>();
+  for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i) {
+    const std::size_t group = clipper_.group_of(i);
+    *value++ = static_cast<double>(group);
+    *value++ = layers[group].max_norm;
+  }
+  return entry;
 }
 
 void DPOptimizer::State::save(internal::StateWriter& write) const {
@@ -422,6 +578,14 @@ void DPOptimizer::State::save(internal::StateWriter& write) const {
   write.number("expected_batch_size", options_.expected_batch_size);
   write.number("clipping", static_cast<double>(options_.clipping.policy));
   write.number("max_norm", options_.clipping.max_norm);
+  const ClippingOptions& clipping = options_.clipping;
+  write.number("clipping.target_quantile", clipping.target_quantile);
+  write.number("clipping.adaptation_rate", clipping.adaptation_rate);
+  write.number("clipping.count_noise", clipping.count_noise.value_or(0.0));
+  write.number("clipping.least_norm", clipping.least_norm);
+  write.number("clipping.greatest_norm", clipping.greatest_norm);
+  write.number("clipping.stability", clipping.stability);
+  write.tensor("clipping.layers", layers_entry());
   write.count("logical_steps", steps_);
   write.number("adapted_norm", clipper_.adapted_norm());
   write.noise("noise", noise_);
@@ -436,13 +600,38 @@ void DPOptimizer::State::load(internal::StateReader& read) {
   read.expect("clipping", static_cast<double>(options_.clipping.policy),
               "clipping (0 flat, 1 per layer, 2 adaptive, 3 automatic)");
   read.expect("max_norm", options_.clipping.max_norm, "clipping norm");
+  const ClippingOptions& clipping = options_.clipping;
+  read.expect("clipping.target_quantile", clipping.target_quantile, "target_quantile of clipping");
+  read.expect("clipping.adaptation_rate", clipping.adaptation_rate, "adaptation_rate of clipping");
+  read.expect("clipping.count_noise", clipping.count_noise.value_or(0.0),
+              "count_noise of clipping (0 unset)");
+  read.expect("clipping.least_norm", clipping.least_norm, "least_norm of clipping");
+  read.expect("clipping.greatest_norm", clipping.greatest_norm, "greatest_norm of clipping");
+  read.expect("clipping.stability", clipping.stability, "stability of clipping");
+  const at::Tensor layers = layers_entry();
+  GRADUS_CHECK(kComponent,
+               read.tensor("clipping.layers", at::kDouble, layers.sizes()).equal(layers),
+               "the clipped layers of the state must be those of this run, with their norms; they "
+               "are others");
   const std::int64_t steps = read.count("logical_steps");
   GRADUS_CHECK(kComponent, steps >= 0, "state 'logical_steps' must be >= 0; got ", steps);
   const double norm = read.number("adapted_norm");
+  const bool adaptive = clipping.policy == Clipping::adaptive;
+  GRADUS_CHECK(kComponent,
+               norm == clipping.max_norm ||
+                   (adaptive && norm >= clipping.least_norm && norm <= clipping.greatest_norm),
+               "state 'adapted_norm' must be ", clipping.max_norm,
+               adaptive ? " or from least_norm to greatest_norm" : "", "; got ", norm);
   const auto noise = read.noise("noise", noise_.is_secure());
-  Accountant accountant(accountant_->options(), read.history());
+  Accountant accountant(accountant_->options(), at_least(read.history(), accountant_->history()));
   std::vector<optim::NamedState> optimizer;
-  for (auto& [name, tensor] : read.under("optimizer.")) optimizer.push_back({name, tensor});
+  for (auto& [name, tensor] : read.under("optimizer.")) {
+    GRADUS_CHECK(kComponent,
+                 !at::isFloatingType(tensor.scalar_type()) || tensor.element_size() < 2 ||
+                     tensor.isfinite().all().item<bool>(),
+                 "state 'optimizer.", name, "' must be finite; it holds NaN or infinity");
+    optimizer.push_back({name, tensor});
+  }
   read.finish();
   Clipper clipper = clipper_;
   clipper.set_adapted_norm(norm);
@@ -451,6 +640,7 @@ void DPOptimizer::State::load(internal::StateReader& read) {
   *accountant_ = std::move(accountant);
   if (noise) noise_.load(*noise);
   steps_ = steps;
+  watch_buffers();
   zero_grad();
 }
 

@@ -102,18 +102,23 @@ class DPOptimizer {
   /// Adds the clipped gradients of a micro-batch to the logical batch. Leaves .grad alone.
   /// @param loss  Gives one loss an example, [B] (gradus/persample/vmap/examples.h).
   /// @return The losses, [B], without graph.
-  /// @throws UserError as SampleGradients::backward, and if a buffer of the model changed. After
+  /// An example may be in one accumulate of a logical batch only: in two it counts twice, above the
+  /// sensitivity. Two losses of an example are summed in one LossFunction.
+  /// @throws UserError as SampleGradients::backward, and if the forward pass changed a buffer of
+  /// the model, which has its old value then, or a parameter, which keeps what was written. After
   /// any exception the logical batch holds what it held before: the micro-batch may be tried again.
   at::Tensor accumulate(const LossFunction& loss, const Batch& batch);
   /// The same for losses [B] that are there already, by the graph engine alone: nothing checks that
-  /// examples do not mix. Examples whose gradients are not finite cost the memory of all
-  /// per-example gradients here.
+  /// examples do not mix, or that the forward pass left the parameters alone. Buffers must be as
+  /// they were at the last accumulate (or construction, or load_state). Examples whose gradients
+  /// are not finite cost the memory of all per-example gradients here.
   void accumulate(const at::Tensor& losses);
 
   /// Ends the logical batch: noise, division, .grad, the optimizer's step. The accountant counts it
-  /// first, and whatever is thrown later the count stays and the logical batch is gone.
+  /// first, and whatever is thrown later the count stays, the step is over and the logical batch is
+  /// gone. Noise is that of the largest threshold which the batch was clipped to.
   /// @throws UserError, with nothing changed, if nothing was accumulated: an empty batch is
-  /// step_empty().
+  /// step_empty(); by name, if the optimizer or the model got a parameter since construction.
   DPStep step();
   /// The same for a batch without examples on this rank: Poisson sampling draws some, and their
   /// noise must be added and counted. @throws UserError if something was accumulated.
@@ -137,8 +142,12 @@ class DPOptimizer {
   /// Steps, thresholds, noise generator (if seeded), history of the accountant, and the state of
   /// the optimizer. @throws UserError inside a logical batch.
   StateEntries state() const;
-  /// @throws UserError, with nothing changed, on the state of another sigma, clipping or expected
-  /// batch size, of a seeded run for a secure one and vice versa, and as Optimizer::load_state.
+  /// The accountant never forgets: of each distinct entry of the history it keeps the larger of its
+  /// own count and the state's, so that going back, or a state without what was spent, lowers no
+  /// epsilon.
+  /// @throws UserError, with nothing changed, on the state of another sigma, clipping (any option)
+  /// or expected batch size, of a seeded run for a secure one and vice versa, on an optimizer's
+  /// state that is not finite, and as Optimizer::load_state.
   void load_state(const StateEntries& entries);
 
  private:

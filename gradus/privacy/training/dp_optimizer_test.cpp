@@ -284,6 +284,23 @@ TEST_F(DPOptimizerTest, AFailureWhileReleasingStaysCounted) {
   EXPECT_EQ(run.dp.examples(), 0);
 }
 
+TEST_F(DPOptimizerTest, AStepWhoseReleaseFailsIsNotTakenAgain) {
+  int calls = 0;
+  DPOptimizerOptions options = quiet();
+  options.noise_multiplier = 1.0;
+  options.noise_schedule = [](std::int64_t step) { return step < 1 ? 1.0 : 3.0; };
+  options.reduction = {.rank = 0, .ranks = 2, .sum = [&](const std::vector<at::Tensor>&) {
+                         if (++calls <= 2) throw std::runtime_error("a peer failed");
+                       }};
+  Trial run(options);
+  EXPECT_THROW(run.dp.step_empty(), std::runtime_error);
+  EXPECT_THROW(run.dp.step_empty(), std::runtime_error);
+  EXPECT_EQ(run.dp.step_empty().step, 3);
+  EXPECT_EQ(run.accountant->history(),
+            History({{.noise_multiplier = 1.0, .sample_rate = 1.0, .steps = 1},
+                     {.noise_multiplier = 3.0, .sample_rate = 1.0, .steps = 2}}));
+}
+
 // Two ranks in one process: rank 1 steps first and leaves its sums, rank 0 adds them; then rank 1
 // goes on with the total, in a second pass over the same run.
 struct TwoRanks {
@@ -530,6 +547,150 @@ TEST_F(DPOptimizerTest, RefusesStatisticsThatWouldLeaveWithTheModel) {
               HasSubstr("layer '0' (torch::nn::InstanceNorm1dImpl) must not keep running"));
 }
 
+// How a forward pass may write a buffer.
+enum class Write { in_place, by_data, by_set_data };
+
+struct WritingImpl : CountingImpl {
+  explicit WritingImpl(Write a_way) : way(a_way) {}
+  at::Tensor write(const at::Tensor& x) {
+    {
+      torch::NoGradGuard no_grad;
+      const at::Tensor more = x.mean(0);
+      if (way == Write::in_place) mean.add_(more);
+      if (way == Write::by_data) mean.data().add_(more);
+      if (way == Write::by_set_data) mean.set_data(mean + more);
+    }
+    return linear(x).square().sum(1);
+  }
+  Write way;
+};
+
+TEST_F(DPOptimizerTest, ABufferThatIsWrittenInAnyWayIsPutBackAndRefused) {
+  for (const Write way : {Write::in_place, Write::by_data, Write::by_set_data}) {
+    for (const bool by_losses : {false, true}) {
+      auto module = std::make_shared<WritingImpl>(way);
+      optim::SGD sgd(module->parameters(), {.lr = 1.0});
+      DPOptimizer dp(sgd, module, rdp(), quiet());
+      const persample::Batch rows{torch::ones({4, 6})};
+      const auto loss = [&](const persample::Batch& batch) { return module->write(batch[0]); };
+      EXPECT_THAT(message_of([&] {
+                    if (by_losses)
+                      dp.accumulate(loss(rows));
+                    else
+                      dp.accumulate(loss, rows);
+                  }),
+                  HasSubstr("buffer 'mean' must not change in a forward pass"));
+      EXPECT_TRUE(module->named_buffers()["mean"].eq(0).all().item<bool>());
+      EXPECT_EQ(dp.examples(), 0);
+    }
+  }
+  // Also if the loss throws afterwards.
+  auto module = std::make_shared<WritingImpl>(Write::in_place);
+  optim::SGD sgd(module->parameters(), {.lr = 1.0});
+  DPOptimizer dp(sgd, module, rdp(), quiet());
+  const auto broken = [&](const persample::Batch& batch) -> at::Tensor {
+    module->write(batch[0]);
+    throw std::runtime_error("the loss broke");
+  };
+  EXPECT_THROW(dp.accumulate(broken, {torch::ones({4, 6})}), std::runtime_error);
+  EXPECT_TRUE(module->mean.eq(0).all().item<bool>());
+  // What the caller writes between two calls is his, and a NaN is equal to itself.
+  {
+    torch::NoGradGuard no_grad;
+    module->mean.fill_(kNaN);
+  }
+  dp.accumulate([&](const persample::Batch& batch) { return module->linear(batch[0]).sum(1); },
+                {torch::ones({4, 6})});
+  dp.accumulate(module->linear(torch::ones({4, 6})).sum(1));
+  EXPECT_EQ(dp.examples(), 8);
+}
+
+struct RenormImpl : torch::nn::Module {
+  RenormImpl() {
+    table = register_parameter("table", torch::full({10, 4}, 3.0));
+    register_module("linear", linear);
+  }
+  at::Tensor forward(const at::Tensor& ids) {
+    namespace F = torch::nn::functional;
+    return linear(F::embedding(ids, table, F::EmbeddingFuncOptions().max_norm(1.0)))
+        .squeeze(-1)
+        .mean(1);
+  }
+  at::Tensor table;
+  torch::nn::Linear linear{4, 1};
+};
+
+TEST_F(DPOptimizerTest, RefusesAForwardPassThatWritesParameters) {
+  auto module = std::make_shared<RenormImpl>();
+  optim::SGD sgd(module->parameters(), {.lr = 1.0});
+  for (const bool allow : {false, true}) {
+    torch::NoGradGuard no_grad;
+    module->table.fill_(3.0);
+    torch::AutoGradMode grad(true);
+    DPOptimizerOptions options = quiet();
+    options.allow_buffer_updates = allow;
+    DPOptimizer dp(sgd, module, rdp(), options);
+    EXPECT_THAT(message_of([&] {
+                  dp.accumulate(
+                      [&](const persample::Batch& batch) { return module->forward(batch[0]); },
+                      {torch::arange(8).view({4, 2})});
+                }),
+                HasSubstr("parameter 'table' must not be written in a forward pass"));
+    EXPECT_EQ(dp.examples(), 0);
+  }
+}
+
+TEST_F(DPOptimizerTest, AStepRefusesParametersThatCameLater) {
+  Trial run(quiet());
+  run.dp.accumulate(loss_of(run.model), small_rows(2));
+  run.sgd.add_group({.parameters = {torch::zeros({3}, torch::requires_grad())}});
+  EXPECT_THAT(message_of([&] { run.dp.step(); }),
+              HasSubstr("of the optimizer must be one of the model's"));
+  EXPECT_EQ(run.accountant->history().steps(), 0);
+  Trial grown(quiet());
+  grown.dp.accumulate(loss_of(grown.model), small_rows(2));
+  grown.model->push_back(torch::nn::Linear(3, 3));
+  EXPECT_THAT(message_of([&] { grown.dp.step(); }),
+              HasSubstr("parameter '4.weight' must have been the model's"));
+  EXPECT_EQ(grown.accountant->history().steps(), 0);
+  EXPECT_EQ(grown.dp.examples(), 2);
+}
+
+TEST_F(DPOptimizerTest, FrozenParametersTakeNoShareOfPerLayerThresholds) {
+  DPOptimizerOptions options = quiet(1.0);
+  options.clipping = {.policy = Clipping::per_layer, .max_norm = 1.0};
+  auto model = small_model();
+  for (std::size_t p = 0; p < 4; ++p) model->parameters()[p].set_requires_grad(false);
+  Trial run(options, model);
+  const auto loss = [&](const persample::Batch& batch) { return 1e6 * loss_of(model)(batch); };
+  run.dp.accumulate(loss, small_rows(1));
+  EXPECT_NEAR(run.dp.step().max_norm, 1.0, 1e-12);
+  const std::vector<at::Tensor> live{model->parameters()[4].grad(), model->parameters()[5].grad()};
+  EXPECT_NEAR(norm_of(live), 1.0, 1e-9);  // all of the sensitivity is used
+}
+
+TEST_F(DPOptimizerTest, NoiseIsThatOfTheLargestThresholdOfTheBatch) {
+  double factor = 10.0;
+  DPOptimizerOptions options = quiet(1.0);
+  options.noise_multiplier = 2.0;
+  options.clip_schedule = [&](std::int64_t) { return factor; };
+  Trial run(options);
+  run.dp.accumulate(loss_of(run.model), small_rows(1));
+  factor = 1.0;
+  run.dp.accumulate(loss_of(run.model), small_rows(1));
+  const DPStep done = run.dp.step();
+  EXPECT_EQ(done.max_norm, 10.0);
+  EXPECT_EQ(done.noise_deviation, 20.0);
+  EXPECT_EQ(run.dp.step_empty().max_norm, 1.0);
+}
+
+TEST_F(DPOptimizerTest, AnImpossibleCountNoiseFailsAtConstruction) {
+  DPOptimizerOptions options = quiet();
+  options.noise_multiplier = 2.0;
+  options.clipping = {.policy = Clipping::adaptive, .count_noise = 0.9};
+  EXPECT_THAT(message_of([&] { Trial run(options); }), HasSubstr("count_noise must be more"));
+}
+
 // P16: under autocast the layers compute in bf16; norms, factors and sums stay wider.
 TEST_F(DPOptimizerTest, AutocastCostsTheRoundingOfTheLayersAlone) {
   persample::Batch rows = small_rows(6);
@@ -661,6 +822,88 @@ TEST_F(DPOptimizerTest, RefusesTheStateOfOtherSettingsByNameAndChangesNothing) {
   EXPECT_EQ(run.accountant->history().steps(), 0);
   run.dp.accumulate(loss_of(run.model), small_rows(2));
   EXPECT_THAT(message_of([&] { (void)run.dp.state(); }), HasSubstr("between logical steps"));
+}
+
+TEST_F(DPOptimizerTest, RefusesTheStateOfOtherClippingOptions) {
+  using Change = std::function<void(ClippingOptions&)>;
+  const auto refusal = [](ClippingOptions clipping, const Change& change) {
+    DPOptimizerOptions options = quiet();
+    options.clipping = std::move(clipping);
+    Trial run(options);
+    change(options.clipping);
+    Trial made(options);
+    return message_of([&] { run.dp.load_state(made.dp.state()); });
+  };
+  const ClippingOptions adaptive{.policy = Clipping::adaptive};
+  EXPECT_THAT(refusal(adaptive, [](auto& o) { o.target_quantile = 0.3; }),
+              HasSubstr("the target_quantile of clipping of the state must be"));
+  EXPECT_THAT(refusal(adaptive, [](auto& o) { o.adaptation_rate = 0.3; }),
+              HasSubstr("the adaptation_rate of clipping"));
+  EXPECT_THAT(refusal(adaptive, [](auto& o) { o.count_noise = 3.0; }),
+              HasSubstr("the count_noise of clipping"));
+  EXPECT_THAT(refusal(adaptive, [](auto& o) { o.least_norm = 0.1; }),
+              HasSubstr("the least_norm of clipping"));
+  EXPECT_THAT(refusal(adaptive, [](auto& o) { o.greatest_norm = 9.0; }),
+              HasSubstr("the greatest_norm of clipping"));
+  EXPECT_THAT(refusal({.policy = Clipping::automatic}, [](auto& o) { o.stability = 5.0; }),
+              HasSubstr("the stability of clipping"));
+  const ClippingOptions layers{.policy = Clipping::per_layer,
+                               .layers = {{.names = {"0", "2"}}, {.names = {"3"}}}};
+  EXPECT_THAT(refusal(layers, [](auto& o) { o.layers[1].max_norm = 50.0; }),
+              HasSubstr("the clipped layers of the state"));
+  EXPECT_THAT(
+      refusal(layers, [](auto& o) { o.layers = {{.names = {"0"}}, {.names = {"2", "3"}}}; }),
+      HasSubstr("the clipped layers of the state"));
+  EXPECT_THAT(refusal(layers, [](auto& o) { o.layers.clear(); }),
+              HasSubstr("state 'clipping.layers' must be"));
+  EXPECT_EQ(refusal(layers, [](auto&) {}), "no UserError");
+}
+
+TEST_F(DPOptimizerTest, RefusesAStateThatNoRunCouldHaveSaved) {
+  auto model = small_model();
+  optim::AdamW adam(model->parameters(), {});
+  DPOptimizerOptions options = quiet();
+  options.clipping = {.policy = Clipping::adaptive, .greatest_norm = 4.0};
+  DPOptimizer dp(adam, model.ptr(), rdp(), options);
+  dp.accumulate(loss_of(model), small_rows(2));
+  dp.step();
+  const StateEntries saved = dp.state();
+  StateEntries wide = saved, nan = saved;
+  for (auto& [name, tensor] : wide) {
+    if (name == "adapted_norm") tensor = torch::full({}, 5.0, torch::kDouble);
+  }
+  bool poisoned = false;
+  for (auto& [name, tensor] : nan) {
+    if (poisoned || !name.starts_with("optimizer.") || !tensor.is_floating_point()) continue;
+    tensor = torch::full_like(tensor, kNaN);
+    poisoned = true;
+  }
+  EXPECT_THAT(message_of([&] { dp.load_state(wide); }), HasSubstr("state 'adapted_norm' must be"));
+  ASSERT_TRUE(poisoned);
+  EXPECT_THAT(message_of([&] { dp.load_state(nan); }), HasSubstr("must be finite; it holds NaN"));
+  dp.load_state(saved);
+}
+
+TEST_F(DPOptimizerTest, LoadingAStateForgetsNoRelease) {
+  DPOptimizerOptions options = quiet();
+  options.noise_multiplier = 1.0;
+  Trial run(options);
+  for (int step = 0; step < 2; ++step) run.dp.step_empty();
+  const StateEntries early = run.dp.state();
+  for (int step = 0; step < 3; ++step) run.dp.step_empty();
+  const double spent = run.accountant->epsilon(1e-5);
+  run.dp.load_state(early);
+  EXPECT_EQ(run.dp.steps(), 2);
+  EXPECT_EQ(run.accountant->epsilon(1e-5), spent);
+  run.dp.step_empty();
+  EXPECT_EQ(run.accountant->history().steps(), 6);
+  // What was spent before the run is in no state of another one.
+  Trial other(options);
+  other.accountant->add({.noise_multiplier = 0.8, .sample_rate = 0.2, .steps = 100});
+  other.dp.load_state(early);
+  EXPECT_EQ(other.accountant->history(),
+            History({{.noise_multiplier = 1.0, .sample_rate = 1.0, .steps = 2},
+                     {.noise_multiplier = 0.8, .sample_rate = 0.2, .steps = 100}}));
 }
 
 TEST_F(DPOptimizerTest, EpsilonIsTheAccountantsAfterEachStep) {

@@ -36,7 +36,10 @@ std::int64_t steps_of(const DataDescription& data, double sample_rate) {
   if (data.steps) return *data.steps;
   GRADUS_CHECK(kComponent, std::isfinite(*data.epochs) && *data.epochs > 0.0,
                "epochs must be finite and > 0; got ", *data.epochs);
-  return std::max<std::int64_t>(1, std::llround(*data.epochs / sample_rate));
+  const double steps = *data.epochs / sample_rate;
+  GRADUS_CHECK(kComponent, steps < 0x1p53, "epochs over the sample rate must be < 2^53 steps; got ",
+               steps);
+  return std::max<std::int64_t>(1, std::llround(steps));
 }
 
 std::unique_ptr<Sampler> sampler_for(const DataDescription& data, const PrivacyOptions& options) {
@@ -136,6 +139,18 @@ std::optional<DPStep> PrivateTraining::step(const persample::LossFunction& loss,
                    "fetch must give one row for each of ", piece.size(), " indices; got ", got);
       optimizer_->accumulate(loss, rows);
     }
+  } catch (...) {
+    // The batch was drawn. Its step is released as one without examples, because a step that is
+    // missing would tell that the batch had the example that failed.
+    optimizer_->zero_grad();
+    try {
+      optimizer_->step_empty();
+    } catch (...) {  // NOLINT(bugprone-empty-catch): the first failure is what the caller must see
+      optimizer_->zero_grad();
+    }
+    throw;
+  }
+  try {
     return optimizer_->step();
   } catch (...) {
     optimizer_->zero_grad();

@@ -64,8 +64,10 @@ class PrivateTraining {
   double final_epsilon(double delta) const;
 
   /// One logical step: draws a batch, accumulates it in micro-batches of at most @p micro_batch
-  /// examples, and steps, also if it is empty. Nothing after the last. What is thrown on the way
-  /// drops the batch: nothing of it is released or counted, unless the optimizer itself threw.
+  /// examples, and steps, also if it is empty. Nothing after the last. What @p loss or @p
+  /// fetch throws drops the batch: what is released then is the step of an empty one, noised and
+  /// counted, and the exception goes on. What the step itself throws, as
+  /// DPOptimizer::step.
   std::optional<DPStep> step(const persample::LossFunction& loss, const Fetch& fetch,
                              std::int64_t micro_batch);
 

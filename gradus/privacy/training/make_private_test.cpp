@@ -69,6 +69,8 @@ TEST_F(MakePrivateTest, RefusesADescriptionThatSaysTooLittleOrTooMuch) {
   EXPECT_THAT(refusal({.examples = 10, .batch_size = 2}), HasSubstr("epochs or steps"));
   EXPECT_THAT(refusal({.examples = 10, .batch_size = 11, .steps = 1}), HasSubstr("[1, 10]"));
   EXPECT_THAT(refusal({.batch_size = 1, .steps = 1}), HasSubstr("examples must be >= 1; got 0"));
+  EXPECT_THAT(refusal({.examples = 10, .batch_size = 2, .epochs = 1e300}),
+              HasSubstr("must be < 2^53 steps; got 5e+300"));
 }
 
 TEST_F(MakePrivateTest, TrainsAllStepsAndSpendsTheFinalEpsilon) {
@@ -168,19 +170,20 @@ TEST_F(MakePrivateTest, RefusesTheStateOfAnotherRunByNameAndChangesNothing) {
   }
 }
 
-TEST_F(MakePrivateTest, AnExceptionDropsTheBatchAndTheNextStepIsRight) {
+TEST_F(MakePrivateTest, AnExceptionReleasesTheStepOfAnEmptyBatchAndTheNextStepIsRight) {
   Private run(seeded()), twin(seeded());
-  const auto before = run.parameters();
   int calls = 0;
   const auto broken = [&](const std::vector<std::int64_t>& at) {
     if (++calls == 2) throw std::runtime_error("the disk broke");
     return rows_at(run.rows, at);
   };
   EXPECT_THROW(run.training.step(loss_of(run.model), broken, 4), std::runtime_error);
-  EXPECT_TRUE(identical(run.parameters(), before));
-  EXPECT_EQ(run.training.accountant().history().steps(), 0);
-  // The same noise as if it had never been, on the next draw.
+  // Noise alone, counted, and nothing of the rows that were accumulated before it.
   twin.training.sampler().next();
+  twin.training.optimizer().step_empty();
+  EXPECT_TRUE(identical(run.parameters(), twin.parameters()));
+  EXPECT_EQ(run.training.accountant().history().steps(), 1);
+  EXPECT_EQ(run.training.optimizer().examples(), 0);
   run.step();
   twin.step();
   EXPECT_TRUE(identical(run.parameters(), twin.parameters()));

@@ -36,6 +36,14 @@ SamplerOptions checked(SamplerOptions options) {
   return options;
 }
 
+// A rate that is a whole number over N but for rounding, exactly that: it is what is drawn.
+SamplerOptions with_whole_batch(SamplerOptions options) {
+  const auto n = static_cast<double>(options.examples);
+  const double size = options.sample_rate * n, whole = std::round(size);
+  if (whole >= 1.0 && std::abs(size - whole) < 1e-9 * size) options.sample_rate = whole / n;
+  return options;
+}
+
 // Which `count` of n places: the smallest of n uniform keys.
 at::Tensor random_places(NoiseGenerator& generator, std::int64_t n, std::int64_t count) {
   return std::get<1>(generator.uniform(n).topk(count, 0, /*largest=*/false, /*sorted=*/false));
@@ -120,7 +128,8 @@ GaussianSteps PoissonSampler::accounted(double noise_multiplier) const {
           .max_batch_size = options().max_batch_size};
 }
 
-UniformSampler::UniformSampler(SamplerOptions options) : Sampler(std::move(options)) {
+UniformSampler::UniformSampler(SamplerOptions options)
+    : Sampler(with_whole_batch(std::move(options))) {
   const double size = expected_batch_size();
   GRADUS_CHECK(
       kComponent, std::abs(size - std::round(size)) < 1e-9 * size && std::round(size) >= 1.0,

@@ -104,7 +104,9 @@ class PoissonSampler final : public Sampler {
 /// the proof). Its use is a fixed shape of batches; it costs twice the noise.
 class UniformSampler final : public Sampler {
  public:
-  /// @throws UserError on an option out of its range; q N no whole number; max_batch_size set.
+  /// q becomes b / N for the whole number b of examples that are drawn, where it differs by
+  /// rounding (a relative 1e-9). @throws UserError on an option out of its range; q N no whole
+  /// number; max_batch_size set.
   explicit UniformSampler(SamplerOptions options);
   Sampling kind() const override { return Sampling::uniform; }
   GaussianSteps accounted(double noise_multiplier) const override;

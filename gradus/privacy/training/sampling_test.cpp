@@ -91,6 +91,13 @@ TEST(PrivacySamplingTest, UniformBatchesHaveOneSizeAndCostTwiceTheNoise) {
               HasSubstr("must be a whole number >= 1 for uniform sampling; got 34.5"));
 }
 
+TEST(PrivacySamplingTest, UniformBatchesAreAccountedByTheSizeThatIsDrawn) {
+  UniformSampler sampler({.examples = 3, .sample_rate = 0.3333333332, .seed = 1});
+  EXPECT_EQ(sampler.accounted(1.0).sample_rate, 1.0 / 3.0);
+  EXPECT_EQ(sampler.expected_batch_size(), 1.0);
+  EXPECT_EQ(sampler.next()->size(), 1U);
+}
+
 // The bound that UniformSampler is accounted by, against the mechanism itself on its worst case,
 // one step, N = 4, batches of 2: all gradients are -C but the one of the example that is removed,
 // +C.

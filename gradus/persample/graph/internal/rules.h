@@ -15,8 +15,8 @@ std::optional<std::vector<OperandTerm>> elementwise_rule(const NodeUse& use);
 std::optional<std::vector<OperandTerm>> recurrent_rule(const NodeUse& use);
 
 /// Sums @p gradient, whose examples lie as @p layout says, to [B, *sizes]: the per-sample gradient
-/// of an operand of @p sizes that was broadcast. Nullopt where the example dimension is one that the
-/// operand has too.
+/// of an operand of @p sizes that was broadcast. Nullopt where the example dimension is one that
+/// the operand has too.
 std::optional<at::Tensor> reduced_by_example(const at::Tensor& gradient, const Layout& layout,
                                              const std::vector<std::int64_t>& sizes);
 
