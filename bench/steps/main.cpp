@@ -46,15 +46,15 @@ int main(int argc, char** argv) {
         {"budget", make_budget_step},       {"offload", make_offload_step},
         {"compress", make_compress_step},   {"optim", make_optim_step},
         {"optim-gpt", make_optim_training}, {"amp", make_amp_step},
-        {"levels", make_levels_step},        {"private", make_private_step}};
+        {"levels", make_levels_step},       {"private", make_private_step}};
     const auto found = programs.find(name);
     if (found != programs.end()) return serve(name, found->second(options));
-    std::fprintf(
-        stderr,
-        "usage: gradus_bench_step gpt-step|mlp-step|budget|offload|compress|amp|private [--threads N] "
-        "[--seed N] [--model NAME] [--mode NAME] [--bytes N] "
-        "[--track 1] [--folder PATH]; got '%s'\n",
-        name.c_str());
+    std::fprintf(stderr,
+                 "usage: gradus_bench_step gpt-step|mlp-step|budget|offload|compress|amp|private "
+                 "[--threads N] "
+                 "[--seed N] [--model NAME] [--mode NAME] [--bytes N] "
+                 "[--track 1] [--folder PATH]; got '%s'\n",
+                 name.c_str());
     return 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "[bench] %s\n", error.what());
