@@ -1,5 +1,7 @@
 #include <gradus/persample/engine/sample_gradients.h>
 
+#include <limits>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -275,6 +277,64 @@ TEST_F(SampleGradientsTest, MemoryAndGradientsAreRightAfterADiscardedForward) { 
   const auto kept = layer(doubles({9, 6}));
   expect_equals_loop(parameters_of(*layer), loss, {doubles({4, 6})});
   EXPECT_FALSE(layer->weight.grad().defined());
+}
+
+TEST_F(SampleGradientsTest, AFailedCallLeavesNothingOfTheSum) {
+  nn::Linear layer(6, 3);
+  layer->to(at::kDouble);
+  SampleGradients table(layer.ptr(), options);
+  const LossFunction loss = [&](const Batch& b) { return by_example(layer(b[0]).square()); };
+  const Batch batch{doubles({4, 6})};
+  table.backward(loss, batch);
+  EXPECT_THROW(
+      table.backward([](const Batch&) -> Tensor { throw std::runtime_error("no data"); }, batch),
+      std::runtime_error);
+  table.backward(loss, batch);
+  const auto want = loop_gradients(parameters_of(*layer), loss, batch);
+  EXPECT_LE(relative(table.gradients(0), want[0]), 1e-9);
+}
+
+TEST_F(SampleGradientsTest, MixingIsFoundWithRealDrawsAndAfterABatchWithoutNumbers) {
+  nn::Linear layer(6, 3);
+  layer->to(at::kDouble);
+  const auto parameters = parameters_of(*layer);
+  // Whole examples are exchanged by chance: with constant draws nothing is.
+  const LossFunction mixed = [&](const Batch& b) {
+    const auto keep = at::bernoulli(at::full({b[0].size(0), 1}, 0.5, at::kDouble));
+    return by_example(layer(keep * b[0] + (1 - keep) * b[0].flip(0)).square());
+  };
+  EXPECT_THAT(
+      error_of([&] { SampleGradients(parameters, options).backward(mixed, {doubles({8, 6})}); }),
+      HasSubstr("changes the loss"));
+  const LossFunction centred = [&](const Batch& b) {
+    const auto h = layer(b[0]);
+    return by_example((h - h.mean(0)).square());
+  };
+  SampleGradients table(parameters, options);
+  try {
+    table.backward(centred,
+                   {at::full({4, 6}, std::numeric_limits<double>::quiet_NaN(), at::kDouble)});
+  } catch (const UserError&) {
+  }
+  table.clear();
+  EXPECT_THAT(error_of([&] { table.backward(centred, {doubles({4, 6})}); }),
+              HasSubstr("changes the loss"));
+}
+
+TEST_F(SampleGradientsTest, LossesMayDifferentiateThemselvesAndChangeTheirBatch) {
+  nn::Linear layer(6, 1);
+  layer->to(at::kDouble);
+  const LossFunction penalty = [&](const Batch& b) {
+    const auto x = b[0].detach().clone().requires_grad_();
+    const auto out = layer(x).tanh();
+    const auto slope = torch::autograd::grad({out.sum()}, {x}, {}, true, true)[0];
+    return (slope.norm(2, 1) - 1).square();
+  };
+  SampleGradients table(parameters_of(*layer), options);
+  const Batch batch{doubles({4, 6})};
+  table.backward(penalty, batch);
+  EXPECT_LE(relative(table.gradients(0), loop_gradients(parameters_of(*layer), penalty, batch)[0]),
+            1e-9);
 }
 
 }  // namespace

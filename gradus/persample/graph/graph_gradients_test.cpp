@@ -434,5 +434,119 @@ TEST_F(GraphGradientsTest, HalfPrecisionIsSummedInFloat) {  // P16
   EXPECT_LE(relative(table.gradients(0), want[0]), 2e-2);
 }
 
+// Each of these graphs has the same nodes and shapes in both batches, and other owners.
+TEST_F(GraphGradientsTest, WhatWasLearnedIsNotUsedWhereOwnersChange) {
+  const GraphOptions checked{.examples_checked = true};
+  const auto in_turn = [&](const std::vector<NamedParameter>& parameters, const LossFunction& loss,
+                           const std::vector<Batch>& batches) {
+    GraphGradients table(parameters, checked);
+    for (const Batch& batch : batches) {
+      table.clear();
+      table.backward(loss(batch));
+      const auto want = loop(parameters, loss, batch);
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        EXPECT_LE(relative(table.gradients(i), want[i]), kTolerance) << parameters[i].name;
+      }
+    }
+  };
+  const auto w = doubles({6, 3}).requires_grad_();
+  {
+    SCOPED_TRACE("rows chosen by a mask");
+    const LossFunction loss = [&](const Batch& b) {
+      const auto chosen = b[1].to(at::kBool);
+      const auto sums = at::matmul(b[0].index({chosen}), w).tanh().sum(1);
+      return at::zeros({b[0].size(0)}, at::kDouble)
+          .index_add(0, chosen.nonzero().select(1, 0), sums);
+    };
+    const auto mask = [](std::vector<std::int64_t> counts) {
+      auto all = at::zeros({4, 4}, at::kLong);
+      for (std::int64_t b = 0; b < 4; ++b) all[b].narrow(0, 0, counts[b]).fill_(1);
+      return all;
+    };
+    in_turn({{"w", w}}, loss,
+            {{doubles({4, 4, 6}), mask({2, 2, 2, 2})}, {doubles({4, 4, 6}), mask({3, 2, 2, 1})}});
+  }
+  {
+    SCOPED_TRACE("sorted and put back");
+    const LossFunction loss = [&](const Batch& b) {
+      const auto order = at::argsort(b[1], /*stable=*/true, 0, false);
+      const auto back = at::argsort(order);
+      return at::matmul(b[0].index_select(0, order), w).tanh().index_select(0, back).sum(1);
+    };
+    in_turn({{"w", w}}, loss,
+            {{doubles({4, 6}), at::tensor({0, 0, 0, 0}, at::kLong)},
+             {doubles({4, 6}), at::tensor({2, 0, 1, 0}, at::kLong)}});
+  }
+  {
+    SCOPED_TRACE("a table computed from a parameter");
+    const auto table = doubles({8, 3}).requires_grad_();
+    const LossFunction loss = [&](const Batch& b) {
+      return at::embedding(table.exp(), b[0]).sin().sum(1);
+    };
+    in_turn({{"table", table}}, loss,
+            {{at::tensor({0, 1, 2, 3}, at::kLong)}, {at::tensor({2, 7, 1, 4}, at::kLong)}});
+  }
+  {
+    SCOPED_TRACE("a part without gradient at first");
+    const auto v = doubles({2, 3}).requires_grad_();
+    const LossFunction loss = [&](const Batch& b) {
+      const auto parts = v.exp().chunk(2);
+      return (b[0] * parts[0] + b[1] * parts[1]).sin().sum(1) - b[1].sum(1).sin();
+    };
+    in_turn(
+        {{"v", v}}, loss,
+        {{doubles({4, 3}), at::zeros({4, 3}, at::kDouble)}, {doubles({4, 3}), doubles({4, 3})}});
+  }
+}
+
+TEST_F(GraphGradientsTest, NormsAreNeverBelowWhatIsReleased) {
+  // Steps that nearly cancel: in float32 a Gram matrix has only rounding left of the norm.
+  for (const double size : {1e0, 1e2, 1e4}) {
+    const auto x = (at::randn({1, 1, 128}) + 5e-5 * at::randn({8, 8, 128})) * size;
+    const auto signs =
+        at::tensor({1., -1., 1., -1., 1., -1., 1., -1.}).to(at::kFloat).view({1, 8, 1});
+    const auto w = at::randn({128, 128}).requires_grad_();
+    GraphGradients table({{"w", w}}, {.keep = Keep::factors});
+    table.backward((at::linear(x, w) * signs).sum({1, 2}));
+    for (std::int64_t b = 0; b < 8; ++b) {
+      auto weights = at::zeros({8}, at::kDouble);
+      weights[b] = (1.0 / table.norms()[b]).clamp_max(1.0);
+      EXPECT_LE(table.weighted_sum(0, weights).norm().item<double>(), 1.0 + 1e-5) << size;
+    }
+  }
+}
+
+TEST_F(GraphGradientsTest, GroupNormIsInstanceNormAndLayerNormAtItsEnds) {
+  const auto x = doubles({4, 6, 5});
+  const auto gradients_of = [&](auto layer) {
+    layer->to(at::kDouble);
+    GraphGradients table(named(*layer));
+    table.backward(by_example(layer(x).pow(3)));
+    return std::pair{table.gradients(0), table.gradients(1)};
+  };
+  const auto each = gradients_of(nn::GroupNorm(nn::GroupNormOptions(6, 6)));
+  const auto instance = gradients_of(nn::InstanceNorm1d(nn::InstanceNorm1dOptions(6).affine(true)));
+  EXPECT_LE(relative(each.first, instance.first), kTolerance);
+  EXPECT_LE(relative(each.second, instance.second), kTolerance);
+  // One group: LayerNorm over channels and length, whose own weights are summed over the length.
+  const auto one = gradients_of(nn::GroupNorm(nn::GroupNormOptions(1, 6)));
+  const auto whole = gradients_of(nn::LayerNorm(nn::LayerNormOptions({6, 5})));
+  EXPECT_LE(relative(one.first, whole.first.sum(2)), kTolerance);
+  EXPECT_LE(relative(one.second, whole.second.sum(2)), kTolerance);
+}
+
+TEST_F(GraphGradientsTest, HooksOfParametersAreRefusedAndComplexDetoursAreReal) {
+  nn::Linear layer(6, 3);
+  layer->to(at::kDouble);
+  layer->weight.register_hook([](const Tensor& gradient) { return gradient * 2; });
+  EXPECT_THAT(refusal(named(*layer), by_example(layer(doubles({4, 6})))),
+              HasSubstr("register_hook"));
+  const auto w = doubles({5}).requires_grad_();
+  const LossFunction loss = [&](const Batch& b) {
+    return by_example(at::view_as_real(at::fft_fft(b[0]) * w.to(at::kComplexDouble)).square());
+  };
+  expect_equals_loop({{"w", w}}, loss, {doubles({4, 5})}, {.examples_checked = true});
+}
+
 }  // namespace
 }  // namespace gradus::persample
