@@ -242,9 +242,15 @@ at::Tensor RecurrentLayer::output() const {
 void RecurrentLayer::release(bool runs) const {
   auto* const found = as<generated::MkldnnRnnLayerBackward0>(node);
   if (!runs) return found->release_variables();
-  // Not the saved variable: the node unpacks it, whatever gradients it gets.
+  // What went through hooks may be elsewhere, or on its way there at this moment.
+  if (found->result3_.has_hooks()) return;
+  // Not the saved variable: the node unpacks it, whatever gradients it gets. Two hold its bytes
+  // where nobody else does: the node and this.
+  constexpr std::size_t kOwnHolders = 2;
   const at::Tensor workspace = read_output(found, found->result3_);
-  if (workspace.defined()) workspace.storage().unsafeGetStorageImpl()->reset();
+  if (workspace.defined() && workspace.storage().use_count() <= kOwnHolders) {
+    workspace.storage().unsafeGetStorageImpl()->reset();
+  }
 }
 
 std::optional<Elementwise> as_elementwise(const NodeView& node) {
