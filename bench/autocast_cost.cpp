@@ -6,26 +6,24 @@
 // reads them. On standard error: the same for an operator on no list, for one whose weight is in
 // the cache, and for LibTorch's own autocast.
 
-#include <algorithm>
 #include <cstdio>
-#include <exception>
 #include <functional>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <time.h>
 
-#include <ATen/Parallel.h>
+#include "measurement.h"
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
-#include <torch/version.h>
 
 #include <gradus/amp/autocast/autocast.h>
 
 namespace {
+
+using gradus::bench::median;
 
 constexpr int kCalls = 2000;
 constexpr int kWarmUp = 3;
@@ -69,13 +67,8 @@ std::vector<double> differences(int pairs, const std::function<double()>& of,
   return samples;
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-int run(int threads, int pairs) {
-  at::set_num_threads(threads);
+int run(const gradus::bench::MeasurementOptions& options) {
+  const int pairs = options.pairs;
   const auto lower = at::ones({2, 2}, at::kBFloat16);
   const auto weight = at::ones({2, 2}).requires_grad_();
   const std::function<void()> listed = [&] { at::mm(lower, lower); };
@@ -99,28 +92,10 @@ int run(int threads, int pairs) {
   std::fprintf(stderr,
                "over LibTorch's autocast: weight in the cache %+.3f us, its transpose %+.3f us\n",
                over_libtorchs(cached), over_libtorchs(cached_view));
-  std::string text;
-  for (const double sample : samples) text += (text.empty() ? "" : ", ") + std::to_string(sample);
-  std::printf(
-      "{\"ready\": \"autocast\", \"torch\": \"%s\", \"threads\": %d, \"calls\": %d, \"samples\": "
-      "[%s]}\n",
-      TORCH_VERSION, at::get_num_threads(), kCalls, text.c_str());
+  gradus::bench::print_samples("autocast", kCalls, samples);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    int threads = 1, pairs = 60;
-    for (int i = 1; i + 1 < argc; i += 2) {
-      const std::string flag = argv[i];
-      if (flag == "--threads") threads = std::stoi(argv[i + 1]);
-      if (flag == "--pairs") pairs = std::stoi(argv[i + 1]);
-    }
-    return run(threads, pairs);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "[bench] %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return gradus::bench::measurement_main(argc, argv, run); }

@@ -8,16 +8,13 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <memory>
-#include <string>
 #include <vector>
 
+#include "measurement.h"
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Parallel.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/randint.h>
-#include <torch/version.h>
 
 #include <gradus/models/gpt.h>
 #include <gradus/plane/op/op_plane.h>
@@ -79,9 +76,8 @@ class Program {
   std::shared_ptr<PassThrough> pass_through_ = std::make_shared<PassThrough>();
 };
 
-int run(int threads, std::uint64_t seed, int pairs) {
-  at::set_num_threads(threads);
-  Program program(seed);
+int run(const gradus::bench::MeasurementOptions& options) {
+  Program program(options.seed);
   const double plain_loss = program.step();
   auto counter = std::make_shared<Counter>();
   double guarded_loss = 0.0;
@@ -98,41 +94,22 @@ int run(int threads, std::uint64_t seed, int pairs) {
   }
   for (int i = 0; i < kWarmUp; ++i) program.seconds(), program.guarded_seconds();
   double plain_total = 0.0;
-  std::string samples;
-  for (int i = 0; i < pairs; ++i) {
+  std::vector<double> samples;
+  for (int i = 0; i < options.pairs; ++i) {
     const double a1 = program.seconds(), b1 = program.guarded_seconds();
     const double b2 = program.guarded_seconds(), a2 = program.seconds();
     plain_total += a1 + a2;
     const double each =
         (b1 + b2 - a1 - a2) / (2.0 * kStepsPerTiming * static_cast<double>(counter->calls));
-    samples += (i ? ", " : "") + std::to_string(each * 1e6);
+    samples.push_back(each * 1e6);
   }
   std::fprintf(stderr, "%lld handler calls a step; plain step %.1f us\n",
                static_cast<long long>(counter->calls),
-               plain_total / (2.0 * pairs * kStepsPerTiming) * 1e6);
-  std::printf(
-      "{\"ready\": \"op-plane\", \"torch\": \"%s\", \"threads\": %d, \"calls\": %lld, \"samples\": "
-      "[%s]}\n",
-      TORCH_VERSION, at::get_num_threads(), static_cast<long long>(counter->calls),
-      samples.c_str());
+               plain_total / (2.0 * options.pairs * kStepsPerTiming) * 1e6);
+  gradus::bench::print_samples("op-plane", counter->calls, samples);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    int threads = 1, pairs = 60;
-    std::uint64_t seed = 0;
-    for (int i = 1; i + 1 < argc; i += 2) {
-      const std::string flag = argv[i];
-      if (flag == "--threads") threads = std::stoi(argv[i + 1]);
-      if (flag == "--seed") seed = std::stoull(argv[i + 1]);
-      if (flag == "--pairs") pairs = std::stoi(argv[i + 1]);
-    }
-    return run(threads, seed, pairs);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "[bench] %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return gradus::bench::measurement_main(argc, argv, run); }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "gpt_block.h"
 #include "protocol.h"
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
@@ -27,34 +28,6 @@ constexpr std::int64_t kVocabulary = 1024, kWidth = 256, kHeads = 4, kLayers = 4
 // A fixed power of two: this measures autocast, not the scaler.
 constexpr double kFloat16Scale = 1024;
 
-// As one addmm; LinearImpl::forward takes 3-D input apart.
-at::Tensor call(const nn::Linear& layer, const at::Tensor& x) {
-  return at::linear(x, layer->weight, layer->bias);
-}
-
-struct BlockImpl : nn::Module {
-  nn::LayerNorm n1{nullptr}, n2{nullptr};
-  nn::Linear qkv{nullptr}, o{nullptr}, u{nullptr}, v{nullptr};
-  BlockImpl() {
-    n1 = register_module("n1", nn::LayerNorm(nn::LayerNormOptions({kWidth})));
-    qkv = register_module("qkv", nn::Linear(kWidth, 3 * kWidth));
-    o = register_module("o", nn::Linear(kWidth, kWidth));
-    n2 = register_module("n2", nn::LayerNorm(nn::LayerNormOptions({kWidth})));
-    u = register_module("u", nn::Linear(kWidth, 4 * kWidth));
-    v = register_module("v", nn::Linear(4 * kWidth, kWidth));
-  }
-  at::Tensor forward(at::Tensor x) {
-    const auto B = x.size(0), T = x.size(1);
-    const auto parts =
-        call(qkv, n1(x)).view({B, T, 3, kHeads, kWidth / kHeads}).permute({2, 0, 3, 1, 4}).unbind();
-    const auto mixed =
-        at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
-    x = x + call(o, mixed.transpose(1, 2).reshape({B, T, kWidth}));
-    return x + call(v, at::gelu(call(u, n2(x))));
-  }
-};
-TORCH_MODULE(Block);
-
 struct GptImpl : nn::Module {
   nn::Embedding e{nullptr};
   nn::ModuleList b;
@@ -62,7 +35,7 @@ struct GptImpl : nn::Module {
   GptImpl() {
     e = register_module("e", nn::Embedding(kVocabulary, kWidth));
     b = register_module("b", nn::ModuleList());
-    for (int i = 0; i < kLayers; ++i) b->push_back(Block());
+    for (int i = 0; i < kLayers; ++i) b->push_back(Block(kWidth, kHeads));
     h = register_module("h", nn::Linear(nn::LinearOptions(kWidth, kVocabulary).bias(false)));
   }
   at::Tensor forward(const at::Tensor& tokens) {
@@ -93,22 +66,6 @@ struct CnnImpl : nn::Module {
     return call(f, l->forward(images).mean(at::IntArrayRef{2, 3}));
   }
 };
-
-// Vectors keep what their modules set (ones and zeros), but biases are zero.
-void draw(nn::Module& module, at::Generator& generator) {
-  const at::NoGradGuard no_grad;
-  auto parameters = module.named_parameters().pairs();
-  std::sort(parameters.begin(), parameters.end(),
-            [](const auto& a, const auto& b) { return a.first < b.first; });
-  for (auto& [name, parameter] : parameters) {
-    if (parameter.dim() == 1) {
-      if (name.ends_with("bias")) parameter.zero_();
-      continue;
-    }
-    const auto fan_in = static_cast<double>(parameter.numel() / parameter.size(0));
-    parameter.copy_(at::randn(parameter.sizes(), generator) / std::sqrt(fan_in));
-  }
-}
 
 struct Training {
   std::shared_ptr<nn::Module> module;

@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <utility>
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 
 #include <gradus/base/error.h>

@@ -15,9 +15,13 @@
 #include <ATen/ops/mm.h>
 
 #include <gradus/base/error.h>
+#include <gradus/persample/graph/internal/arithmetic.h>
 #include <gradus/persample/graph/internal/patches.h>
 
 namespace gradus::persample {
+
+using internal::milliseconds_of;
+using internal::squared_norm_by_example;
 
 namespace {
 
@@ -47,10 +51,6 @@ constexpr std::int64_t kMeasuredExamples = 8;
 constexpr double kWorthMeasuring = 6;  // times the fewest counted operations
 
 double as_double(std::int64_t value) { return static_cast<double>(value); }
-
-at::Tensor squared_norm_by_example(const at::Tensor& tensor) {
-  return at::linalg_vector_norm(tensor.reshape({tensor.size(0), -1}), 2, {1}).square();
-}
 
 // [n, I, C, *] as [n * groups, C / groups, I * positions].
 at::Tensor as_matrices(const at::Tensor& values, std::int64_t groups) {
@@ -133,18 +133,6 @@ at::Tensor patches_of(const at::Tensor& wide, const Grid& grid, std::int64_t gro
   const at::Tensor windows = internal::gather_windows(wide, grid.stride, offsets, grid.narrow);
   return windows.view({wide.size(0) * groups,
                        wide.size(2) / groups * static_cast<std::int64_t>(offsets.size()), -1});
-}
-
-double milliseconds_of(const auto& work) {
-  double best = 0;
-  for (int repeat = 0; repeat < 3; ++repeat) {
-    const auto start = std::chrono::steady_clock::now();
-    work();
-    const std::chrono::duration<double, std::milli> taken =
-        std::chrono::steady_clock::now() - start;
-    best = repeat == 0 ? taken.count() : std::min(best, taken.count());
-  }
-  return best;
 }
 
 struct Ways {
@@ -327,7 +315,7 @@ void ConvolutionTerm::choose_by_measurement() {
       double least = -1;
       for (const auto way : candidates) {
         if (operations(way) > kWorthMeasuring * fewest) continue;
-        const double taken = milliseconds_of([&] { run(way); });
+        const double taken = milliseconds_of([&] { run(way); }, 3);
         if (least < 0 || taken < least) {
           least = taken;
           best = way;

@@ -1,7 +1,6 @@
 #include <gradus/persample/graph/graph_gradients.h>
 
 #include <algorithm>
-#include <chrono>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -20,6 +19,7 @@
 #include <gradus/base/error.h>
 #include <gradus/base/names.h>
 #include <gradus/persample/graph/analysis.h>
+#include <gradus/persample/graph/internal/arithmetic.h>
 #include <gradus/persample/graph/rule.h>
 #include <gradus/persample/graph/term.h>
 #include <gradus/plane/grad/operands.h>
@@ -80,18 +80,6 @@ class [[nodiscard]] InFull {
   std::optional<amp::AutocastGuard> off_;
 };
 
-double milliseconds_of(const auto& work) {
-  double best = 0;
-  for (int repeat = 0; repeat < 2; ++repeat) {
-    const auto start = std::chrono::steady_clock::now();
-    work();
-    const std::chrono::duration<double, std::milli> taken =
-        std::chrono::steady_clock::now() - start;
-    best = repeat == 0 ? taken.count() : std::min(best, taken.count());
-  }
-  return best;
-}
-
 /// Remembers which way was faster for terms of one kind and shape.
 class Choices {
  public:
@@ -108,15 +96,20 @@ class Choices {
       if (found != formed_.end()) return found->second;
     }
     const at::Tensor weights = at::ones({term.examples()});
-    const double formed = milliseconds_of([&] {
-      const FormedTerm gradients(term.form());
-      gradients.squared_norms();
-      gradients.weighted_sum(weights);
-    });
-    const double factors = milliseconds_of([&] {
-      term.squared_norms();
-      term.weighted_sum(weights);
-    });
+    constexpr int kRepeats = 2;
+    const double formed = internal::milliseconds_of(
+        [&] {
+          const FormedTerm gradients(term.form());
+          gradients.squared_norms();
+          gradients.weighted_sum(weights);
+        },
+        kRepeats);
+    const double factors = internal::milliseconds_of(
+        [&] {
+          term.squared_norms();
+          term.weighted_sum(weights);
+        },
+        kRepeats);
     const std::lock_guard lock(mutex_);
     return formed_.emplace(key, formed < factors).first->second;
   }

@@ -10,58 +10,26 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/persample/graph/internal/loop_testing.h>
 #include <gradus/persample/graph/rule.h>
+#include <gradus/persample/vmap/loop.h>
 
 namespace gradus::persample {
 namespace {
 
 using at::Tensor;
 namespace nn = torch::nn;
+using internal::named;
+using internal::relative;
 using testing::HasSubstr;
 
 constexpr double kTolerance = 1e-9;
-
-std::vector<NamedParameter> named(const nn::Module& module) {
-  std::vector<NamedParameter> result;
-  for (const auto& each : module.named_parameters()) result.push_back({each.key(), each.value()});
-  return result;
-}
-
-// The only oracle: a batch of one at a time.
-std::vector<Tensor> loop(const std::vector<NamedParameter>& parameters, const LossFunction& loss,
-                         const Batch& batch) {
-  std::vector<Tensor> wanted;
-  for (const auto& each : parameters) {
-    if (each.tensor.requires_grad()) wanted.push_back(each.tensor);
-  }
-  std::vector<std::vector<Tensor>> rows(wanted.size());
-  for (std::int64_t b = 0; b < batch[0].size(0); ++b) {
-    Batch one;
-    for (const Tensor& each : batch) one.push_back(each.narrow(0, b, 1));
-    const auto gradients = torch::autograd::grad({loss(one).sum()}, wanted, {}, false, false, true);
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      rows[i].push_back(gradients[i].defined() ? gradients[i] : at::zeros_like(wanted[i]));
-    }
-  }
-  std::vector<Tensor> result;
-  std::size_t next = 0;
-  for (const auto& each : parameters) {
-    result.push_back(each.tensor.requires_grad() ? at::stack(rows[next++]) : Tensor());
-  }
-  return result;
-}
-
-double relative(const Tensor& got, const Tensor& want) {
-  const double scale = want.norm().item<double>();
-  const double error = (got - want).norm().item<double>();
-  return scale == 0 ? error : error / scale;
-}
 
 // Gradients, norms and weighted sums, kept as factors and formed, against the loop.
 void expect_equals_loop(const std::vector<NamedParameter>& parameters, const LossFunction& loss,
                         const Batch& batch, GraphOptions options = {},
                         double tolerance = kTolerance) {
-  const std::vector<Tensor> want = loop(parameters, loss, batch);
+  const std::vector<Tensor> want = loop_gradients(parameters, loss, batch);
   const std::int64_t examples = batch[0].size(0);
   const Tensor weights = at::linspace(0.5, 2.0, examples, at::kDouble);
   Tensor squared = at::zeros({examples}, at::kDouble);
@@ -303,7 +271,7 @@ TEST_F(GraphGradientsTest, TwoBackwardCallsAddUpPerExample) {  // P18
   GraphGradients table(named(*layer));
   table.backward(by_example(layer(real).square()));
   table.backward(by_example(layer(fake).tanh()));
-  const auto want = loop(named(*layer), loss, {real, fake});
+  const auto want = loop_gradients(named(*layer), loss, {real, fake});
   for (std::size_t i = 0; i < want.size(); ++i)
     EXPECT_LE(relative(table.gradients(i), want[i]), kTolerance);
   EXPECT_THROW(table.backward(by_example(layer(doubles({3, 6})))), UserError);
@@ -347,7 +315,7 @@ TEST_F(GraphGradientsTest, AnExampleThatIsNoNumberSpoilsNoOther) {
   x[2][0][0] = std::numeric_limits<double>::quiet_NaN();
   GraphGradients table(named(*model));
   table.backward(loss({x}));
-  const auto want = loop(named(*model), loss, {x});
+  const auto want = loop_gradients(named(*model), loss, {x});
   for (std::size_t i = 0; i < want.size(); ++i) {
     for (const std::int64_t b : {0, 1, 3}) {
       EXPECT_LE(relative(table.gradients(i)[b], want[i][b]), kTolerance) << b;
@@ -364,7 +332,8 @@ TEST_F(GraphGradientsTest, LearnsAGraphOnceForBatchesOfAnySize) {
     const Batch batch{doubles({examples, 5, 6})};
     table.clear();
     table.backward(loss(batch));
-    EXPECT_LE(relative(table.gradients(0), loop(named(*layer), loss, batch)[0]), kTolerance);
+    EXPECT_LE(relative(table.gradients(0), loop_gradients(named(*layer), loss, batch)[0]),
+              kTolerance);
   }
   EXPECT_EQ(table.analyses(), 1);
   table.clear();
@@ -384,7 +353,7 @@ TEST_F(GraphGradientsTest, ExamplesWithoutGradientTeachNothing) {
     if (step == 2) only.fill_(1);
     table.clear();
     table.backward(loss({x, only}));
-    const auto want = loop(named(*layer), loss, {x, only});
+    const auto want = loop_gradients(named(*layer), loss, {x, only});
     EXPECT_LE(relative(table.gradients(0), want[0]), kTolerance) << step;
   }
 }
@@ -429,8 +398,8 @@ TEST_F(GraphGradientsTest, HalfPrecisionIsSummedInFloat) {  // P16
   GraphGradients table(named(*layer));
   table.backward(loss({x}));
   EXPECT_EQ(table.gradients(0).scalar_type(), at::kFloat);
-  const auto want =
-      loop(named(*layer), [&](const Batch& b) { return by_example(layer(b[0]).square()); }, {x});
+  const auto want = loop_gradients(
+      named(*layer), [&](const Batch& b) { return by_example(layer(b[0]).square()); }, {x});
   EXPECT_LE(relative(table.gradients(0), want[0]), 2e-2);
 }
 
@@ -443,7 +412,7 @@ TEST_F(GraphGradientsTest, WhatWasLearnedIsNotUsedWhereOwnersChange) {
     for (const Batch& batch : batches) {
       table.clear();
       table.backward(loss(batch));
-      const auto want = loop(parameters, loss, batch);
+      const auto want = loop_gradients(parameters, loss, batch);
       for (std::size_t i = 0; i < want.size(); ++i) {
         EXPECT_LE(relative(table.gradients(i), want[i]), kTolerance) << parameters[i].name;
       }

@@ -16,8 +16,15 @@
 
 #include <gradus/base/error.h>
 #include <gradus/persample/graph/convolution_term.h>
+#include <gradus/persample/graph/internal/arithmetic.h>
 
 namespace gradus::persample {
+
+at::Tensor internal::squared_norm_by_example(const at::Tensor& tensor) {
+  return at::linalg_vector_norm(tensor.reshape({tensor.size(0), -1}), 2, {1}).square();
+}
+
+using internal::squared_norm_by_example;
 
 namespace {
 
@@ -33,10 +40,6 @@ at::Tensor dot_by_example(const at::Tensor& left, const at::Tensor& right) {
   const std::int64_t examples = left.size(0);
   return at::bmm(left.reshape({examples, 1, -1}), right.reshape({examples, -1, 1}))
       .view({examples});
-}
-
-at::Tensor squared_norm_by_example(const at::Tensor& tensor) {
-  return at::linalg_vector_norm(tensor.reshape({tensor.size(0), -1}), 2, {1}).square();
 }
 
 double count(const at::Tensor& tensor) { return static_cast<double>(tensor.numel()); }
