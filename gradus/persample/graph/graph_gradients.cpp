@@ -221,6 +221,12 @@ class GraphGradients::Table {
   void many_examples(const Graph& graph, bool keep_graph);
   void arrive(const Graph& graph, const grad::EdgeView& edge, std::unique_ptr<Term> term,
               bool by_formula);
+  // Terms of one node.
+  struct Waiting {
+    std::vector<OperandTerm> terms{};
+    bool by_formula = false;
+  };
+  void arrive(const Graph& graph, const grad::NodeView& node, Waiting waiting);
   void add(std::int64_t parameter, std::unique_ptr<Term> term, bool by_formula);
   void settle(Entry& entry);
 
@@ -345,9 +351,11 @@ void GraphGradients::Table::many_examples(const Graph& graph, bool keep_graph) {
       const std::size_t next = graph.place.at(operands[edge].node.id());
       if (is_site[next] || above_site[next]) onward.push_back(edge);
     }
-    // What a rule gave in place of the node, which then runs with nothing.
+    // What a rule gave in place of the node, which then runs with nothing, and terms that wait.
     const auto replaced = std::make_shared<std::vector<at::Tensor>>();
+    const auto waiting = std::make_shared<Waiting>();
     hooks.push_back(grad::on_reached(node, [this, &graph, &site, node, last, onward, replaced,
+                                            waiting,
                                             keep_graph](std::vector<at::Tensor>& gradients) {
       const at::NoGradGuard no_grad;
       const NodeUse use{.node = node,
@@ -364,17 +372,15 @@ void GraphGradients::Table::many_examples(const Graph& graph, bool keep_graph) {
                        output, " of ", node.name(), ", which had none then");
         }
       }
-      bool by_formula = false;
-      std::vector<OperandTerm> terms = terms_of(use, &by_formula);
-      const std::vector<grad::EdgeView> next = node.next();
-      std::vector<at::Tensor> passed(next.size());
-      for (OperandTerm& each : terms) {
+      std::vector<at::Tensor> passed(node.next().size());
+      for (OperandTerm& each : terms_of(use, &waiting->by_formula)) {
         if (each.term == nullptr) {
           passed[each.edge] = each.gradient;
         } else {
-          arrive(graph, next[each.edge], std::move(each.term), by_formula);
+          waiting->terms.push_back(std::move(each));
         }
       }
+      if (last) arrive(graph, node, std::move(*waiting));
       const bool instead = !last && std::ranges::all_of(onward, [&](std::size_t edge) {
         return passed[edge].defined();
       });
@@ -382,13 +388,25 @@ void GraphGradients::Table::many_examples(const Graph& graph, bool keep_graph) {
       if (last || instead) std::fill(gradients.begin(), gradients.end(), at::Tensor());
     }));
     if (last) continue;
-    hooks.push_back(grad::after(
-        node, [replaced](std::vector<at::Tensor>& given, const std::vector<at::Tensor>& /*got*/) {
-          if (!replaced->empty()) given = std::exchange(*replaced, {});
-        }));
+    hooks.push_back(grad::after(node, [this, &graph, node, replaced, waiting](
+                                          std::vector<at::Tensor>& given,
+                                          const std::vector<at::Tensor>& /*got*/) {
+      const at::NoGradGuard no_grad;
+      if (!replaced->empty()) given = std::exchange(*replaced, {});
+      // Only now: gradients that are formed do not stand beside what the node needs to run.
+      arrive(graph, node, std::exchange(*waiting, {}));
+    }));
   }
   grad::backward_to({grad::gradient_edge(graph.losses)}, {at::ones_like(graph.losses)}, ends,
                     keep_graph);
+}
+
+void GraphGradients::Table::arrive(const Graph& graph, const grad::NodeView& node,
+                                   Waiting waiting) {
+  const std::vector<grad::EdgeView> next = node.next();
+  for (OperandTerm& each : waiting.terms) {
+    arrive(graph, next[each.edge], std::move(each.term), waiting.by_formula);
+  }
 }
 
 void GraphGradients::Table::arrive(const Graph& graph, const grad::EdgeView& edge,

@@ -1,6 +1,10 @@
 #include <gradus/persample/graph/internal/rules.h>
 
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/native_group_norm_backward.h>
+#include <ATen/ops/native_layer_norm_backward.h>
+#include <ATen/ops/stack.h>
 
 #include <gradus/base/error.h>
 #include <gradus/plane/grad/operands.h>
@@ -110,6 +114,73 @@ std::optional<std::vector<OperandTerm>> product_rule(const NodeUse& use) {
   return terms;
 }
 
+namespace {
+
+// Gradients of scale and bias, [B, channels or normalised dimensions].
+struct ScaleGradients {
+  at::Tensor weight{};
+  at::Tensor bias{};
+};
+
+// The operator's own kernel adds up over examples. Told that all examples' channels are channels of
+// one example, it does not; it reads its operands once and keeps nothing in their size.
+ScaleGradients group_gradients(const grad::Normalisation& norm, const at::Tensor& gradient,
+                               const Layout& layout) {
+  const std::int64_t images = gradient.size(0);
+  const std::int64_t channels = images * gradient.size(1);
+  const at::Tensor gradients = widened(gradient).contiguous().view({1, channels, -1});
+  const at::Tensor inputs = widened(norm.input()).contiguous().view({1, channels, -1});
+  const at::Tensor mean = widened(norm.mean()).reshape({1, -1});
+  const at::Tensor deviation = widened(norm.inverse_deviation()).reshape({1, -1});
+  const auto [none, weight, bias] = at::native_group_norm_backward(
+      gradients, inputs, mean, deviation, at::empty({channels}, inputs.options()), 1, channels,
+      gradients.size(2), images * norm.groups, {false, true, true});
+  const auto summed = [&](const at::Tensor& rows) {
+    const at::Tensor parts = layout.by_example(rows.view({images, -1}), 0);
+    return parts.size(1) == 1 ? parts.squeeze(1) : parts.sum(1);
+  };
+  return {summed(weight), summed(bias)};
+}
+
+// One call of the operator's kernel for each example, where it has enough to do.
+ScaleGradients layer_gradients(const grad::Normalisation& norm, const at::Tensor& gradient,
+                               const Layout& layout, const std::vector<std::int64_t>& sizes) {
+  const at::Tensor gradients = widened(layout.by_example(gradient, layout.dim));
+  const at::Tensor inputs = widened(layout.by_example(norm.input(), layout.dim));
+  const at::Tensor mean = widened(layout.by_example(norm.mean(), layout.dim));
+  const at::Tensor deviation = widened(layout.by_example(norm.inverse_deviation(), layout.dim));
+  std::vector<at::Tensor> weights;
+  std::vector<at::Tensor> biases;
+  for (std::int64_t b = 0; b < layout.examples; ++b) {
+    const auto [none, weight, bias] = at::native_layer_norm_backward(
+        gradients[b], inputs[b], sizes, mean[b].contiguous(), deviation[b].contiguous(),
+        at::empty(sizes, inputs.options()), at::empty(sizes, inputs.options()),
+        {false, true, true});
+    weights.push_back(weight);
+    biases.push_back(bias);
+  }
+  return {at::stack(weights), at::stack(biases)};
+}
+
+// Fewer elements an example are not worth a call each.
+constexpr std::int64_t kElementsOfACall = 8192;
+
+std::optional<ScaleGradients> scale_gradients(const grad::Normalisation& norm,
+                                              const at::Tensor& gradient, const Layout& layout,
+                                              const std::vector<std::int64_t>& sizes) {
+  using Kind = grad::Normalisation::Kind;
+  if (layout.dim < 0 || gradient.numel() == 0) return std::nullopt;
+  if (norm.kind == Kind::group && layout.dim == 0) return group_gradients(norm, gradient, layout);
+  const std::int64_t rows_end = gradient.dim() - static_cast<std::int64_t>(norm.normalised_dims);
+  if (norm.kind == Kind::layer && layout.dim < rows_end &&
+      gradient.numel() >= kElementsOfACall * layout.examples) {
+    return layer_gradients(norm, gradient, layout, sizes);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
 std::optional<std::vector<OperandTerm>> normalisation_rule(const NodeUse& use) {
   const auto norm = grad::as_normalisation(use.node);
   if (!norm || !use.gradients[0].defined()) return std::nullopt;
@@ -118,9 +189,20 @@ std::optional<std::vector<OperandTerm>> normalisation_rule(const NodeUse& use) {
                "(NativeBatchNormBackward0), which normalises over the batch: call eval() on it, or "
                "replace it by GroupNorm");
   const at::Tensor& gradient = use.gradients[0];
-  std::vector<OperandTerm> terms;
   for (const std::size_t edge : use.shared) {
     if (edge != norm->weight && edge != norm->bias) return std::nullopt;
+  }
+  std::vector<OperandTerm> terms;
+  if (use.shares(norm->weight)) {
+    if (auto both =
+            scale_gradients(*norm, gradient, use.layouts[0], use.operand_sizes(norm->weight))) {
+      for (const std::size_t edge : use.shared) {
+        terms.push_back(formed(edge, edge == norm->weight ? both->weight : both->bias));
+      }
+      return terms;
+    }
+  }
+  for (const std::size_t edge : use.shared) {
     const std::vector<std::int64_t> sizes = use.operand_sizes(edge);
     std::vector<std::int64_t> broadcast = sizes;
     if (norm->normalised_dims == 0) {

@@ -158,6 +158,34 @@ at::Tensor Normalisation::normalised_input() const {
   return {};
 }
 
+at::Tensor Normalisation::input() const {
+  if (auto* const layer = as<generated::NativeLayerNormBackward0>(node)) return read(layer->input_);
+  if (auto* const found = as<generated::NativeGroupNormBackward0>(node)) return read(found->input_);
+  if (auto* const found = as<generated::NativeBatchNormBackward0>(node)) return read(found->input_);
+  if (auto* const rms = as<generated::FusedRmsNormBackward0>(node)) return read(rms->input_);
+  return {};
+}
+
+at::Tensor Normalisation::mean() const {
+  if (auto* const layer = as<generated::NativeLayerNormBackward0>(node)) {
+    return read_output(layer, layer->result1_);
+  }
+  if (auto* const found = as<generated::NativeGroupNormBackward0>(node)) {
+    return read_output(found, found->result1_);
+  }
+  return {};
+}
+
+at::Tensor Normalisation::inverse_deviation() const {
+  if (auto* const layer = as<generated::NativeLayerNormBackward0>(node)) {
+    return read_output(layer, layer->result2_);
+  }
+  if (auto* const found = as<generated::NativeGroupNormBackward0>(node)) {
+    return read_output(found, found->result2_);
+  }
+  return {};
+}
+
 std::optional<Embedding> as_embedding(const NodeView& node) {
   const auto* const found = as<generated::EmbeddingBackward0>(node);
   if (found == nullptr) return std::nullopt;

@@ -60,6 +60,11 @@ struct Normalisation {
 
   /// The input, normalised but not yet scaled, in its shape.
   at::Tensor normalised_input() const;
+  at::Tensor input() const;
+  /// Of layer and group: the statistics that the forward call used, as it keeps them ([..., 1] and
+  /// [N, groups]); undefined otherwise.
+  at::Tensor mean() const;
+  at::Tensor inverse_deviation() const;
 };
 std::optional<Normalisation> as_normalisation(const NodeView& node);
 
