@@ -13,24 +13,20 @@
 #include <gradus/base/memory_tracker.h>
 #include <gradus/persample/graph/convolution_term.h>
 #include <gradus/persample/graph/graph_gradients.h>
+#include <gradus/persample/graph/internal/loop_testing.h>
 #include <gradus/persample/graph/internal/patches.h>
 
 namespace gradus::persample {
 namespace {
 
 using at::Tensor;
+using internal::relative;
 namespace nn = torch::nn;
 using Form = ConvolutionTerm::Form;
 using Norms = ConvolutionTerm::Norms;
 using Integers = std::vector<std::int64_t>;
 
 constexpr double kTolerance = 1e-9;
-
-double relative(const Tensor& got, const Tensor& want) {
-  const double scale = want.to(at::kDouble).norm().item<double>();
-  const double error = (got.to(at::kDouble) - want.to(at::kDouble)).norm().item<double>();
-  return scale == 0 ? error : error / scale;
-}
 
 // One layer, with what its backward pass needs. `run` is the layer on a batch of images.
 struct Case {
@@ -139,7 +135,7 @@ TEST(ConvolutionTest, EveryWayEqualsTheLoopForRandomLayers) {
   at::set_num_threads(1);
   at::manual_seed(11);
   Dice dice(12);
-  for (int trial = 0; trial < 400; ++trial) {
+  for (int trial = 0; trial < internal::random_trials(); ++trial) {
     const std::int64_t examples = dice(1, 4);
     const std::int64_t images = dice(1, 3);
     const Case layer = random_case(dice, examples * images);
@@ -187,7 +183,7 @@ TEST(ConvolutionTest, GraphEqualsTheLoopForRandomLayersAndFoldedBatches) {
   at::set_num_threads(1);
   at::manual_seed(21);
   Dice dice(22);
-  for (int trial = 0; trial < 150; ++trial) {
+  for (int trial = 0; trial < internal::random_trials(); ++trial) {
     const Fold fold = std::vector{Fold::none, Fold::inner,
                                   Fold::time_major}[static_cast<std::size_t>(dice(0, 2))];
     const std::int64_t examples = dice(2, 4);

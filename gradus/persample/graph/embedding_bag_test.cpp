@@ -105,21 +105,20 @@ TEST_F(EmbeddingBagTest, SumsMeansAndMaximaOfGivenBags) {  // P10
   }
 }
 
-TEST_F(EmbeddingBagTest, AnyBagsInTheFormWithOffsets) {
-  for (int trial = 0; trial < 300; ++trial) {
-    SCOPED_TRACE(trial);
-    const int mode = trial % 3;
-    const bool with_last = flip(), sparse = mode < 2 && draw(0, 3) == 0;
-    const bool weighted = mode == 0 && flip();
-    auto options = options_for(mode).include_last_offset(with_last).sparse(sparse);
+// A mode, 0 sum, 1 mean, 2 max: 500 random bags of each.
+class RandomBagsTest : public EmbeddingBagTest, public testing::WithParamInterface<int> {
+ protected:
+  nn::EmbeddingBag random_table(nn::EmbeddingBagOptions options) {
     if (flip()) options.padding_idx(draw(0, 7));
     nn::EmbeddingBag table(options);
     table->to(at::kDouble);
-    {
-      // An index for padding leaves its row zero, which would hide a gradient that it gets.
-      const torch::NoGradGuard no_grad;
-      table->weight.normal_();
-    }
+    // An index for padding leaves its row zero, which would hide a gradient that it gets.
+    const torch::NoGradGuard no_grad;
+    table->weight.normal_();
+    return table;
+  }
+
+  Bags random_bags() {
     Bags bags{.per_example = draw(1, 2)};
     const std::int64_t examples = draw(2, 4), longest = draw(0, 5);
     for (std::int64_t i = 0; i < examples * bags.per_example; ++i) {
@@ -131,6 +130,15 @@ TEST_F(EmbeddingBagTest, AnyBagsInTheFormWithOffsets) {
       bags.rows.push_back(rows);
       bags.weights.push_back(weights);
     }
+    return bags;
+  }
+
+  void expect_offsets_equal_loop() {
+    const bool with_last = flip(), sparse = GetParam() < 2 && draw(0, 3) == 0;
+    const bool weighted = GetParam() == 0 && flip();
+    auto table =
+        random_table(options_for(GetParam()).include_last_offset(with_last).sparse(sparse));
+    const Bags bags = random_bags();
     const auto losses = [&](const Bags& some) {
       const Tensor weights = weighted ? some.index_weights() : Tensor();
       const Tensor out = table(some.indices(), some.offsets(with_last), weights);
@@ -143,18 +151,12 @@ TEST_F(EmbeddingBagTest, AnyBagsInTheFormWithOffsets) {
                        kTolerance);
     expect_by_rule(named(*table), losses(bags));
   }
-}
 
-TEST_F(EmbeddingBagTest, AnyBagsInTheFormOfAMatrix) {
-  for (int trial = 0; trial < 100; ++trial) {
-    SCOPED_TRACE(trial);
-    const int mode = trial % 3;
-    auto options = options_for(mode);
-    if (flip()) options.padding_idx(draw(0, 7));
-    nn::EmbeddingBag table(options);
-    table->to(at::kDouble);
+  void expect_matrix_equals_loop() {
+    auto table = random_table(options_for(GetParam()));
     const Tensor ids = at::randint(8, {draw(2, 4), draw(1, 5)});
-    const Tensor weights = mode == 0 && flip() ? at::randn(ids.sizes(), at::kDouble) : Tensor();
+    const bool weighted = GetParam() == 0 && flip();
+    const Tensor weights = weighted ? at::randn(ids.sizes(), at::kDouble) : Tensor();
     const auto losses = [&](std::int64_t first, std::int64_t count) {
       const Tensor some = weights.defined() ? weights.narrow(0, first, count) : Tensor();
       return (table(ids.narrow(0, first, count), Tensor(), some) + 1).tanh().square().sum(1);
@@ -166,7 +168,23 @@ TEST_F(EmbeddingBagTest, AnyBagsInTheFormOfAMatrix) {
                        kTolerance);
     expect_by_rule(named(*table), losses(0, ids.size(0)));
   }
+};
+
+TEST_P(RandomBagsTest, EqualTheLoop) {
+  for (int trial = 0; trial < internal::random_trials(); ++trial) {
+    SCOPED_TRACE(trial);
+    if (trial % 4 == 3) {
+      expect_matrix_equals_loop();
+    } else {
+      expect_offsets_equal_loop();
+    }
+    if (HasFailure()) return;
+  }
 }
+
+INSTANTIATE_TEST_SUITE_P(Modes, RandomBagsTest, testing::Values(0, 1, 2), [](const auto& info) {
+  return std::string(info.param == 0 ? "sum" : info.param == 1 ? "mean" : "max");
+});
 
 TEST_F(EmbeddingBagTest, WeightsOfIndicesThatAreLearnedThemselves) {
   nn::EmbeddingBag table(options_for(0));

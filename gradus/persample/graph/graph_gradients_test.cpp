@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include <gradus/base/error.h>
 #include <gradus/persample/graph/internal/loop_testing.h>
 #include <gradus/persample/graph/rule.h>
+#include <gradus/persample/graph/term.h>
 #include <gradus/persample/vmap/loop.h>
 
 namespace gradus::persample {
@@ -372,19 +374,32 @@ TEST_F(GraphGradientsTest, AnEmbeddingIsALinearLayerOnOneHotInputs) {
 }
 
 TEST_F(GraphGradientsTest, ARegisteredRuleIsAskedFirst) {
-  int asked = 0;
-  register_rule("AtanBackward0",
-                [&](const NodeUse& use) -> std::optional<std::vector<OperandTerm>> {
-                  ++asked;
-                  EXPECT_EQ(use.shared.size(), 1u);
-                  return std::nullopt;
-                });
-  auto weight = doubles({1}).requires_grad_();
-  const auto loss = [&](const Batch& b) {
-    return by_example(weight.expand({b[0].size(0)}).atan().unsqueeze(1) * b[0]);
+  struct Expert {
+    int asked = 0;
+    bool knows = false;
   };
+  const auto expert = std::make_shared<Expert>();  // a rule outlives its test
+  register_rule(
+      "HypotBackward0", [expert](const NodeUse& use) -> std::optional<std::vector<OperandTerm>> {
+        ++expert->asked;
+        EXPECT_EQ(use.shared.size(), 1u);
+        EXPECT_EQ(use.gradients.size(), 1u);
+        if (!expert->knows) return std::nullopt;
+        std::vector<OperandTerm> terms;
+        terms.push_back({use.shared[0], std::make_unique<FormedTerm>(
+                                            at::full({use.examples(), 3}, 5.0, at::kDouble))});
+        return terms;
+      });
+  const auto weight = doubles({3}).requires_grad_();
+  const auto loss = [&](const Batch& b) { return by_example(at::hypot(b[0], weight)); };
+  // One that does not know the case leaves it to the next.
   expect_equals_loop({{"weight", weight}}, loss, {doubles({4, 3})});
-  (void)asked;
+  EXPECT_GT(expert->asked, 0);
+  expert->knows = true;
+  GraphGradients table({{"weight", weight}});
+  table.backward(loss({doubles({4, 3})}));
+  EXPECT_TRUE(table.gradients(0).equal(at::full({4, 3}, 5.0, at::kDouble)));
+  expert->knows = false;
 }
 
 TEST_F(GraphGradientsTest, HalfPrecisionIsSummedInFloat) {  // P16

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <array>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <random>
@@ -10,6 +12,7 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
 #include <gradus/persample/graph/graph_gradients.h>
 #include <gradus/persample/graph/internal/loop_testing.h>
 
@@ -29,6 +32,7 @@ namespace packing = torch::nn::utils::rnn;
 
 constexpr double kDouble = 1e-9;
 constexpr double kSingle = 1e-5;
+constexpr std::int64_t kWords = 8;
 const std::string kFused = "MkldnnRnnLayerBackward0";
 
 // A copy in float64: its graph has no fused node.
@@ -46,20 +50,39 @@ struct Call {
   Tensor c{};
   std::int64_t batch_dim = 1;
   int outputs = 1;  // bits: 1 all steps, 2 the last hidden states, 4 the last cells
+  std::vector<std::int64_t> lengths{};  // of a packed call: one an example
 
+  std::int64_t examples() const { return x.size(batch_dim); }
+  bool packed() const { return !lengths.empty(); }
+  bool sorted() const { return std::is_sorted(lengths.rbegin(), lengths.rend()); }
   Call at(std::int64_t example) const {
     const auto of = [&](const Tensor& tensor, std::int64_t dim) {
       return tensor.defined() ? tensor.narrow(dim, example, 1) : Tensor();
     };
-    return {of(x, batch_dim), of(h, 1), of(c, 1), batch_dim, outputs};
+    Call one{of(x, batch_dim), of(h, 1), of(c, 1), batch_dim, outputs};
+    if (packed()) {
+      one.lengths = {lengths[static_cast<std::size_t>(example)]};
+      one.x = one.x.narrow(1 - batch_dim, 0, one.lengths[0]);
+    }
+    return one;
   }
   Call to(at::ScalarType type) const {
     const auto of = [&](const Tensor& tensor) {
-      return tensor.defined() ? tensor.to(type) : Tensor();
+      return tensor.defined() && tensor.is_floating_point() ? tensor.to(type) : tensor;
     };
-    return {of(x), of(h), of(c), batch_dim, outputs};
+    return {of(x), of(h), of(c), batch_dim, outputs, lengths};
   }
 };
+
+packing::PackedSequence pack(const Call& call) {
+  // Sorted lengths in the form that must be sorted, which keeps no order of its own.
+  return packing::pack_padded_sequence(call.x, at::tensor(call.lengths), call.batch_dim == 0,
+                                       call.sorted());
+}
+
+Tensor pad(const Call& call, const packing::PackedSequence& y) {
+  return std::get<0>(packing::pad_packed_sequence(y, call.batch_dim == 0));
+}
 
 // Losses [B] of all outputs that the call wants.
 Tensor losses_of(const Call& call, const Tensor& y, const Tensor& h, const Tensor& c) {
@@ -79,27 +102,22 @@ Tensor run(nn::LSTM& lstm, const Call& call) {
   const auto given = call.h.defined()
                          ? torch::optional<std::tuple<Tensor, Tensor>>({call.h, call.c})
                          : torch::nullopt;
-  const auto [y, states] = lstm(call.x, given);
-  return losses_of(call, y, std::get<0>(states), std::get<1>(states));
+  if (!call.packed()) {
+    const auto [y, states] = lstm(call.x, given);
+    return losses_of(call, y, std::get<0>(states), std::get<1>(states));
+  }
+  const auto [y, states] = lstm->forward_with_packed_input(pack(call), given);
+  return losses_of(call, pad(call, y), std::get<0>(states), std::get<1>(states));
 }
 
 template <typename Holder>
 Tensor run(Holder& module, const Call& call) {
-  const auto [y, h] = module(call.x, call.h);
-  return losses_of(call, y, h, {});
-}
-
-std::tuple<packing::PackedSequence, Tensor, Tensor> run_packed(
-    nn::LSTM& lstm, const packing::PackedSequence& packed) {
-  const auto [y, states] = lstm->forward_with_packed_input(packed);
-  return {y, std::get<0>(states), std::get<1>(states)};
-}
-
-template <typename Holder>
-std::tuple<packing::PackedSequence, Tensor, Tensor> run_packed(
-    Holder& module, const packing::PackedSequence& packed) {
-  const auto [y, h] = module->forward_with_packed_input(packed);
-  return {y, h, Tensor()};
+  if (!call.packed()) {
+    const auto [y, h] = module(call.x, call.h);
+    return losses_of(call, y, h, {});
+  }
+  const auto [y, h] = module->forward_with_packed_input(pack(call), call.h);
+  return losses_of(call, pad(call, y), h, {});
 }
 
 class RecurrentTest : public testing::Test {
@@ -114,24 +132,10 @@ class RecurrentTest : public testing::Test {
   }
   bool flip() { return draw(0, 1) == 1; }
 
-  Call call_for(std::int64_t input, std::int64_t hidden, std::int64_t states, bool batch_first,
-                std::int64_t projected = 0) {
-    const std::int64_t examples = draw(2, 4), steps = draw(1, 4);
-    Call call{
-        .x = at::randn({batch_first ? examples : steps, batch_first ? steps : examples, input}),
-        .batch_dim = batch_first ? 0 : 1,
-        .outputs = static_cast<int>(draw(1, 7))};
-    if (flip()) {
-      call.h = at::randn({states, examples, projected > 0 ? projected : hidden});
-      call.c = at::randn({states, examples, hidden});
-    }
-    return call;
-  }
-
   // The module in @p type against its copy in float64.
   template <typename Holder>
   void expect_module_equals_loop(Holder module, const Call& call, at::ScalarType type,
-                                 double tolerance) {
+                                 double tolerance, const GraphOptions& options = {}) {
     module->to(type);
     Holder truth = in_double(module);
     const Call typed = call.to(type);
@@ -140,47 +144,7 @@ class RecurrentTest : public testing::Test {
                         .losses = [&] { return run(module, typed); },
                         .true_parameters = named(*truth),
                         .loss = [&](std::int64_t b) { return run(truth, exact.at(b)); }},
-                       tolerance);
-  }
-
-  // A layer whose sequences have different lengths, behind an Embedding.
-  template <typename Holder>
-  void expect_packed_equals_loop(Holder module, std::int64_t hidden, at::ScalarType type,
-                                 double tolerance, bool sorted) {
-    nn::Embedding table(8, hidden);
-    nn::ModuleList model(table, module);
-    model->to(type);
-    const std::int64_t examples = draw(2, 4);
-    std::vector<std::int64_t> lengths;
-    for (std::int64_t b = 0; b < examples; ++b) lengths.push_back(draw(1, 4));
-    if (sorted) std::sort(lengths.rbegin(), lengths.rend());
-    const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
-    const bool batch_first = flip();
-    const Tensor ids = at::randint(8, {examples, longest});
-    const int outputs = static_cast<int>(draw(1, 7));
-    const auto losses = [&](Holder& layer, nn::Embedding& words, const Tensor& tokens,
-                            const Tensor& length, bool is_sorted) {
-      const Tensor x = words(batch_first ? tokens : tokens.t());
-      const auto packed = packing::pack_padded_sequence(x, length, batch_first, is_sorted);
-      const auto [y, h, c] = run_packed(layer, packed);
-      const Tensor padded = std::get<0>(packing::pad_packed_sequence(y, batch_first));
-      return losses_of({.x = x, .batch_dim = batch_first ? 0 : 1, .outputs = outputs}, padded, h,
-                       c);
-    };
-    Holder truth = in_double(module);
-    nn::Embedding true_table = in_double(table);
-    nn::ModuleList true_model(true_table, truth);
-    expect_equals_loop(
-        {.parameters = named(*model),
-         .losses = [&] { return losses(module, table, ids, at::tensor(lengths), sorted); },
-         .true_parameters = named(*true_model),
-         .loss =
-             [&](std::int64_t b) {
-               const std::int64_t length = lengths[static_cast<std::size_t>(b)];
-               return losses(truth, true_table, ids.narrow(0, b, 1).narrow(1, 0, length),
-                             at::tensor({length}), true);
-             }},
-        tolerance, {.examples_checked = true});
+                       tolerance, options);
   }
 
   static bool is_fused(at::ScalarType type) {
@@ -205,22 +169,138 @@ void expect_by_rule(const std::vector<NamedParameter>& parameters, const Tensor&
   }
 }
 
-TEST_F(RecurrentTest, FusedLstmOfAnyShapeWithAnyOutputs) {
-  GRADUS_SKIP_UNLESS_FUSED(at::kFloat);
-  for (int trial = 0; trial < 100; ++trial) {
-    SCOPED_TRACE(trial);
-    const std::int64_t layers = draw(1, 2), input = draw(1, 5), hidden = draw(1, 9);
-    const bool both = flip(), first = flip();
-    nn::LSTM lstm(nn::LSTMOptions(input, hidden)
-                      .num_layers(layers)
-                      .bidirectional(both)
-                      .batch_first(first)
-                      .bias(draw(0, 3) > 0));
-    const Call call = call_for(input, hidden, layers * (both ? 2 : 1), first);
-    expect_module_equals_loop(lstm, call, at::kFloat, kSingle);
-    if (trial % 10 == 0) expect_by_rule(named(*lstm), run(lstm, call));
+enum class Layer : std::uint8_t { rnn_tanh, rnn_relu, gru, lstm, fused_lstm };
+
+std::string name_of(Layer layer) {
+  return std::array{"rnn_tanh", "rnn_relu", "gru", "lstm",
+                    "fused_lstm"}[static_cast<std::size_t>(layer)];
+}
+
+// What one random draw makes a layer of, and of its call.
+struct Draw {
+  std::int64_t layers = 1, input = 1, hidden = 1, projected = 0;
+  bool both = false, first = false, bias = true, looked_up = false;
+  Call call{};
+
+  std::string about() const {
+    return base::join(layers, " layers ", input, " -> ", hidden, " projected to ", projected,
+                      both ? " both ways" : "", first ? " batch first" : "", bias ? "" : " no bias",
+                      looked_up ? " of words" : "", call.h.defined() ? " given states" : "", " x ",
+                      call.x.sizes(), " lengths ", at::IntArrayRef(call.lengths), " outputs ",
+                      call.outputs);
+  }
+};
+
+// 500 random configurations of a kind in float64, or of the fused node in float32, and a tenth as
+// many of the others in float32.
+class RandomRecurrentTest : public RecurrentTest, public testing::WithParamInterface<Layer> {
+ protected:
+  Draw random_draw() {
+    const bool is_lstm = GetParam() == Layer::lstm, fused = GetParam() == Layer::fused_lstm;
+    Draw made{.layers = draw(0, 3) == 0 ? 2 : 1,
+              .input = draw(1, 5),
+              .hidden = draw(is_lstm ? 2 : 1, fused ? 9 : 6),
+              .both = draw(0, 2) == 0,
+              .first = flip(),
+              .bias = draw(0, 3) > 0,
+              .looked_up = draw(0, 3) == 0};
+    if (is_lstm && draw(0, 2) == 0) made.projected = made.hidden - 1;
+    const std::int64_t examples = draw(2, 4);
+    // A fused node has no packed form: the gates are then computed step by step.
+    const bool packed = !fused && draw(0, 2) == 0;
+    for (std::int64_t b = 0; packed && b < examples; ++b) made.call.lengths.push_back(draw(1, 3));
+    if (flip()) std::sort(made.call.lengths.rbegin(), made.call.lengths.rend());
+    const std::int64_t steps =
+        packed ? *std::max_element(made.call.lengths.begin(), made.call.lengths.end()) : draw(1, 3);
+    std::vector<std::int64_t> sizes{made.first ? examples : steps, made.first ? steps : examples};
+    if (!made.looked_up) sizes.push_back(made.input);
+    made.call.x = made.looked_up ? at::randint(kWords, sizes) : at::randn(sizes);
+    made.call.batch_dim = made.first ? 0 : 1;
+    made.call.outputs = static_cast<int>(draw(1, 7));
+    if (flip()) {
+      const std::int64_t states = made.layers * (made.both ? 2 : 1);
+      made.call.h =
+          at::randn({states, examples, made.projected > 0 ? made.projected : made.hidden});
+      made.call.c = at::randn({states, examples, made.hidden});
+    }
+    return made;
+  }
+
+  template <typename Holder>
+  void expect_draw_equals_loop(Holder module, const Draw& draw, at::ScalarType type,
+                               const GraphOptions& options) {
+    // Behind a table, which learns from what the layer passes on, or is not used.
+    nn::Embedding table(kWords, draw.input);
+    nn::ModuleList model(table, module);
+    model->to(type);
+    Holder truth = in_double(module);
+    nn::Embedding true_table = in_double(table);
+    nn::ModuleList true_model(true_table, truth);
+    const auto losses = [&](Holder& layer, nn::Embedding& words, Call call) {
+      if (draw.looked_up) call.x = words(call.x);
+      return run(layer, call);
+    };
+    const Call typed = draw.call.to(type);
+    const Call exact = typed.to(at::kDouble);
+    const auto examined = [&] {
+      const Tensor result = losses(module, table, typed);
+      if (GetParam() == Layer::fused_lstm || type == at::kDouble) {
+        EXPECT_EQ(uses(result, kFused), GetParam() == Layer::fused_lstm);
+      }
+      return result;
+    };
+    expect_equals_loop(
+        {.parameters = named(*model),
+         .losses = examined,
+         .true_parameters = named(*true_model),
+         .loss = [&](std::int64_t b) { return losses(truth, true_table, exact.at(b)); }},
+        type == at::kDouble ? kDouble : kSingle, options);
+  }
+
+  void expect_equals_loop_for(const Draw& draw, at::ScalarType type, const GraphOptions& options) {
+    const auto with = [&](auto settings) {
+      return settings.num_layers(draw.layers)
+          .bidirectional(draw.both)
+          .batch_first(draw.first)
+          .bias(draw.bias);
+    };
+    switch (GetParam()) {
+      case Layer::rnn_tanh:
+      case Layer::rnn_relu: {
+        auto settings = with(nn::RNNOptions(draw.input, draw.hidden));
+        if (GetParam() == Layer::rnn_relu) settings.nonlinearity(torch::kReLU);
+        return expect_draw_equals_loop(nn::RNN(settings), draw, type, options);
+      }
+      case Layer::gru:
+        return expect_draw_equals_loop(nn::GRU(with(nn::GRUOptions(draw.input, draw.hidden))), draw,
+                                       type, options);
+      default:
+        return expect_draw_equals_loop(
+            nn::LSTM(with(nn::LSTMOptions(draw.input, draw.hidden)).proj_size(draw.projected)),
+            draw, type, options);
+    }
+  }
+};
+
+TEST_P(RandomRecurrentTest, EqualTheLoop) {
+  const bool fused = GetParam() == Layer::fused_lstm;
+  if (fused) GRADUS_SKIP_UNLESS_FUSED(at::kFloat);
+  const int count = internal::random_trials();
+  for (int trial = 0; trial < (fused ? count : count + count / 10); ++trial) {
+    const Draw draw = random_draw();
+    SCOPED_TRACE(base::join("draw ", trial, ": ", draw.about()));
+    expect_equals_loop_for(
+        draw, fused || trial >= count ? at::kFloat : at::kDouble,
+        {.keep = std::array{Keep::factors, Keep::formed, Keep::cheapest}[trial % 3],
+         .examples_checked = draw.call.packed()});
+    if (HasFailure()) return;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Kinds, RandomRecurrentTest,
+                         testing::Values(Layer::rnn_tanh, Layer::rnn_relu, Layer::gru, Layer::lstm,
+                                         Layer::fused_lstm),
+                         [](const auto& info) { return name_of(info.param); });
 
 TEST_F(RecurrentTest, FusedLstmInBfloat16) {
   GRADUS_SKIP_UNLESS_FUSED(at::kBFloat16);
@@ -356,55 +436,81 @@ TEST_F(RecurrentTest, LongSequencesAreFormed) {
   }
 }
 
-TEST_F(RecurrentTest, GruOfAnyShape) {
-  for (int trial = 0; trial < 100; ++trial) {
-    SCOPED_TRACE(trial);
-    const std::int64_t layers = draw(1, 2), input = draw(1, 5), hidden = draw(1, 6);
-    const bool both = flip(), first = flip();
-    nn::GRU gru(nn::GRUOptions(input, hidden)
-                    .num_layers(layers)
-                    .bidirectional(both)
-                    .batch_first(first)
-                    .bias(draw(0, 3) > 0));
-    const Call call = call_for(input, hidden, layers * (both ? 2 : 1), first);
-    const bool exact = trial % 4 != 0;
-    expect_module_equals_loop(gru, call, exact ? at::kDouble : at::kFloat,
-                              exact ? kDouble : kSingle);
-  }
+// What a table of per-sample gradients costs above a plain step, in bytes.
+struct Cost {
+  std::int64_t held = 0;  // by the table after backward
+  std::int64_t peak = 0;  // of backward, norms and clipped sums, above the peak of a plain backward
+};
+
+template <typename Holder>
+Cost cost_of(Holder module, std::int64_t steps, std::int64_t examples, Keep keep) {
+  auto& tracker = base::MemoryTracker::install();
+  const auto parameters = named(*module);
+  const Tensor weight = parameters[0].tensor;
+  const Tensor x = at::randn({steps, examples, weight.size(1)}, weight.options()).detach();
+  GraphGradients table(parameters, {.keep = keep, .reproducible = true});
+  const auto plain = [&] {
+    run(module, {.x = x}).sum().backward();
+    for (const auto& each : parameters) each.tensor.mutable_grad() = Tensor();
+  };
+  const auto clipped = [&] {
+    table.clear();
+    table.backward(run(module, {.x = x}));
+    table.weighted_sums((1.0 / table.norms()).clamp_max(1.0));
+  };
+  const auto peak_of = [&](const auto& work) {
+    work();  // what only the first step takes
+    const std::int64_t before = tracker.live().total();
+    tracker.reset_peak();
+    work();
+    return tracker.peak().total() - before;
+  };
+  const std::int64_t peak = peak_of(clipped) - peak_of(plain);
+  table.clear();
+  const std::int64_t before = tracker.live().total();
+  table.backward(run(module, {.x = x}));
+  return {.held = tracker.live().total() - before, .peak = peak};
 }
 
-TEST_F(RecurrentTest, RnnOfAnyShape) {
-  for (int trial = 0; trial < 100; ++trial) {
-    SCOPED_TRACE(trial);
-    const std::int64_t layers = draw(1, 2), input = draw(1, 5), hidden = draw(1, 6);
-    const bool both = flip(), first = flip();
-    nn::RNNOptions options(input, hidden);
-    options.num_layers(layers).bidirectional(both).batch_first(first).bias(draw(0, 3) > 0);
-    if (flip()) options.nonlinearity(torch::kReLU);
-    nn::RNN rnn(options);
-    const Call call = call_for(input, hidden, layers * (both ? 2 : 1), first);
-    const bool exact = trial % 4 != 0;
-    expect_module_equals_loop(rnn, call, exact ? at::kDouble : at::kFloat,
-                              exact ? kDouble : kSingle);
-  }
-}
-
-TEST_F(RecurrentTest, LstmOfAnyShapeInFloat64AndWithProjections) {
-  for (int trial = 0; trial < 100; ++trial) {
-    SCOPED_TRACE(trial);
-    const std::int64_t layers = draw(1, 2), input = draw(1, 5), hidden = draw(2, 6);
-    const bool both = flip(), first = flip();
-    const std::int64_t projected = flip() ? hidden - 1 : 0;
-    nn::LSTM lstm(nn::LSTMOptions(input, hidden)
-                      .num_layers(layers)
-                      .bidirectional(both)
-                      .batch_first(first)
-                      .proj_size(projected));
-    const Call call = call_for(input, hidden, layers * (both ? 2 : 1), first, projected);
-    const bool exact = projected == 0 || flip();
-    expect_module_equals_loop(lstm, call, exact ? at::kDouble : at::kFloat,
-                              exact ? kDouble : kSingle);
-  }
+TEST_F(RecurrentTest, GradientMemoryOfACellDoesNotGrowWithTheSteps) {
+  constexpr std::int64_t kExamples = 8, kInput = 48, kHidden = 64;
+  const auto compare = [&](const std::string& name, auto module, at::ScalarType type) {
+    SCOPED_TRACE(name);
+    module->to(type);
+    std::int64_t parameters = 0;
+    for (const Tensor& each : module->parameters()) {
+      parameters += static_cast<std::int64_t>(each.nbytes());
+    }
+    const std::int64_t formed = kExamples * parameters;  // every example's gradient, once
+    // Gradients of the gates grow with the steps as activations do; those of one step are less than
+    // a hundredth of `formed`.
+    const auto gates = [&](std::int64_t steps) {
+      return steps * kExamples * static_cast<std::int64_t>(module->parameters()[0].size(0)) *
+             static_cast<std::int64_t>(c10::elementSize(type));
+    };
+    ASSERT_LT(100 * gates(1), formed);
+    for (const Keep keep : {Keep::cheapest, Keep::formed}) {
+      SCOPED_TRACE(keep == Keep::formed ? "formed" : "cheapest");
+      const Cost few = cost_of(module, 8, kExamples, keep),
+                 many = cost_of(module, 64, kExamples, keep);
+      EXPECT_LE(few.held, formed * 101 / 100);
+      EXPECT_LE(many.held, formed * 101 / 100);
+      if (keep == Keep::formed) {
+        EXPECT_EQ(few.held, many.held);
+      }
+      EXPECT_LE(few.peak, formed * 8 / 10);
+      EXPECT_LE(many.peak - std::max<std::int64_t>(few.peak, 0), gates(64 - 8) * 13 / 10);
+    }
+    // Factors, where they are asked for: inputs, states and gates of all steps, no product of them.
+    const Cost few = cost_of(module, 8, kExamples, Keep::factors),
+               many = cost_of(module, 64, kExamples, Keep::factors);
+    EXPECT_LE(many.held - few.held,
+              2 * gates(64 - 8) + gates(64 - 8) * (kInput + kHidden) / kHidden);
+  };
+  compare("RNN", nn::RNN(kInput, kHidden), at::kDouble);
+  compare("GRU", nn::GRU(kInput, kHidden), at::kDouble);
+  compare("LSTM", nn::LSTM(kInput, kHidden), at::kDouble);
+  if (is_fused(at::kFloat)) compare("fused LSTM", nn::LSTM(kInput, kHidden), at::kFloat);
 }
 
 TEST_F(RecurrentTest, DropoutBetweenLayersDropsForEachExampleWhatItDroppedInTheBatch) {
@@ -469,27 +575,6 @@ TEST_F(RecurrentTest, CellsInALoopOfTheirOwn) {
       compare(nn::GRUCell(nn::GRUCellOptions(input, hidden).bias(bias)), plain);
     } else {
       compare(nn::RNNCell(nn::RNNCellOptions(input, hidden).bias(bias)), plain);
-    }
-  }
-}
-
-TEST_F(RecurrentTest, PackedSequencesOfAnyLengths) {
-  for (int trial = 0; trial < 102; ++trial) {
-    SCOPED_TRACE(trial);
-    const std::int64_t hidden = draw(1, 5), layers = draw(1, 2);
-    const bool both = flip(), sorted = flip();
-    const bool exact = trial % 6 < 5;
-    const auto type = exact ? at::kDouble : at::kFloat;
-    const double tolerance = exact ? kDouble : kSingle;
-    if (trial % 3 == 0) {
-      nn::LSTM lstm(nn::LSTMOptions(hidden, hidden).num_layers(layers).bidirectional(both));
-      expect_packed_equals_loop(lstm, hidden, type, tolerance, sorted);
-    } else if (trial % 3 == 1) {
-      nn::GRU gru(nn::GRUOptions(hidden, hidden).num_layers(layers).bidirectional(both));
-      expect_packed_equals_loop(gru, hidden, type, tolerance, sorted);
-    } else {
-      nn::RNN rnn(nn::RNNOptions(hidden, hidden).num_layers(layers).bidirectional(both));
-      expect_packed_equals_loop(rnn, hidden, type, tolerance, sorted);
     }
   }
 }

@@ -117,6 +117,38 @@ TEST_F(RowsTest, TakesBagsOfAnyLength) {  // P10
   }
 }
 
+struct InnerImpl : nn::Module {
+  InnerImpl() {
+    scale = register_parameter("scale", torch::randn({6}));
+    register_module("linear", linear);
+  }
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& t) {
+    return linear(x) * scale + (t.unsqueeze(1) * scale).sin();
+  }
+  at::Tensor scale{};
+  nn::Linear linear{6, 6};
+};
+TORCH_MODULE(Inner);
+
+TEST_F(RowsTest, TakesAModuleWithItsOwnParameterAndASecondArgument) {  // P7
+  Inner inner;
+  nn::Linear head(6, 3);
+  inner->to(torch::kDouble);
+  head->to(torch::kDouble);
+  std::vector<NamedParameter> parameters = named(*inner);
+  for (const NamedParameter& each : named(*head)) parameters.push_back(each);
+  const LossFunction loss = [&](const Batch& b) {
+    return head(inner(b[0], b[1]).tanh()).pow(2).sum({1, 2});
+  };
+  const Batch batch{torch::randn({4, 5, 6}, torch::kDouble), torch::randn({4, 1}, torch::kDouble)};
+  const auto want = loop_gradients(parameters, loss, batch);
+  EXPECT_TRUE(any_nonzero(want));
+  for (const std::int64_t rows : {1, 3, 16}) {
+    SCOPED_TRACE(rows);
+    EXPECT_EQ(gap(row_gradients(loss(batch), parameters, {.rows_at_once = rows}), want), "");
+  }
+}
+
 TEST_F(RowsTest, RunsWhatCannotBeBatchedRowByRow) {
   const at::Tensor w = torch::randn({3}, torch::kDouble).requires_grad_();
   const LossFunction loss = [&](const Batch& b) { return Cube::apply(b[0] * w).sum(1); };

@@ -111,6 +111,28 @@ Case packed(Module module, bool same_lengths) {
   });
 }
 
+// A module with parameters of its own that is called with two arguments.
+struct InnerImpl : nn::Module {
+  explicit InnerImpl(double dropped) : dropped(dropped) {
+    scale = register_parameter("scale", torch::randn({kD}));
+    register_module("linear", linear);
+  }
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& t) {
+    const at::Tensor h = linear(x) * scale + (t.unsqueeze(1) * scale).sin();
+    return at::dropout(h, dropped, is_training());
+  }
+  at::Tensor scale{};
+  nn::Linear linear{kD, kD};
+  double dropped = 0;
+};
+TORCH_MODULE(Inner);
+
+Case of_inner(double dropped) {
+  return of<Inner>(Inner(dropped), {series(), torch::randn({kB, 1})}, [](Inner& m, const Batch& b) {
+    return per_example(m->forward(b[0], b[1]).tanh());
+  });
+}
+
 std::vector<Kind> kinds() {
   std::vector<Kind> all;
   const auto add = [&](std::string name, std::function<Case()> make,
@@ -203,6 +225,24 @@ std::vector<Kind> kinds() {
     return simple(nn::EmbeddingBag(nn::EmbeddingBagOptions(10, kD).mode(torch::kSum).sparse(true)),
                   ids());
   });
+  for (const bool mean : {false, true}) {  // P10: [1, 2, 4], [5, 4], [3, 2, 0]
+    add(
+        base::join("EmbeddingBag, ", mean ? "mean" : "sum", " by offsets (P10)"),
+        [mean] {
+          auto options = nn::EmbeddingBagOptions(10, kD);
+          mean ? options.mode(torch::kMean) : options.mode(torch::kSum);
+          return of<nn::EmbeddingBag>(
+              nn::EmbeddingBag(options),
+              {torch::tensor({{1, 2, 4}, {5, 4, 9}, {3, 2, 0}}, torch::kLong),
+               torch::tensor({3, 2, 3}, torch::kLong)},
+              [](nn::EmbeddingBag& m, const Batch& b) {
+                const at::Tensor used =
+                    torch::arange(3, torch::kLong).unsqueeze(0) < b[1].unsqueeze(1);
+                return per_example(m->forward(b[0].index({used}), b[1].cumsum(0) - b[1]));
+              });
+        },
+        Outcome::splits);
+  }
   add("EmbeddingBag, max", [] {
     return simple(nn::EmbeddingBag(nn::EmbeddingBagOptions(10, kD).mode(torch::kMax)), ids());
   });
@@ -284,6 +324,8 @@ std::vector<Kind> kinds() {
       return per_example(m[0]->as<nn::Linear>()->forward(b[0]));
     });
   });
+  add("a second forward argument (P7)", [] { return of_inner(0); });
+  add("dropout in a module with its own Parameter (P22)", [] { return of_inner(0.5); });
   add("folded with time (P8)", [] {
     return of<nn::Linear>(nn::Linear(kD, 3), {series()}, [](nn::Linear& m, const Batch& b) {
       return per_example(m->forward(b[0].reshape({-1, kD})).reshape({-1, kT, 3}));

@@ -1,9 +1,12 @@
 #include <gradus/persample/vmap/vmap.h>
 
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,6 +19,7 @@
 #include <gradus/persample/vmap/internal/compare.h>
 #include <gradus/persample/vmap/internal/layers.h>
 #include <gradus/persample/vmap/loop.h>
+#include <gradus/persample/vmap/rows.h>
 #include <gradus/plane/op/op_plane.h>
 #include <gradus/recompute/checkpoint.h>
 
@@ -107,34 +111,85 @@ TEST_F(VmapTest, EqualsTheLoopOnRandomShapes) {
   }
 }
 
+// A random recurrent layer of any kind, its states given or not, on whole or packed sequences.
+struct Recurrent {
+  std::vector<NamedParameter> parameters{};
+  LossFunction loss = nullptr;
+  Batch batch{};  // x [B, T, D], lengths [B], states [B, layers, H] and [B, layers, H of the cells]
+};
+
+template <typename Holder>
+Recurrent random_call(Holder layer, std::int64_t states, std::int64_t hidden, std::int64_t cells,
+                      bool batch_first) {
+  constexpr bool kLstm = std::is_same_v<Holder, nn::LSTM>;
+  const auto coin = [] { return torch::rand({1}).item<double>() < 0.5; };
+  layer->to(torch::kDouble);
+  const std::int64_t examples = torch::randint(1, 5, {1}).item<std::int64_t>();
+  const std::int64_t steps = torch::randint(1, 5, {1}).item<std::int64_t>();
+  const bool packed = coin(), given = coin();
+  const auto loss = [=](const Batch& b) mutable {
+    const at::Tensor x = batch_first ? b[0] : b[0].transpose(0, 1);
+    const at::Tensor h = given ? b[2].transpose(0, 1) : at::Tensor();
+    const auto run = [&](const auto& call) {
+      if constexpr (kLstm) {
+        return call(
+            given ? torch::optional<std::tuple<at::Tensor, at::Tensor>>({h, b[3].transpose(0, 1)})
+                  : torch::nullopt);
+      } else {
+        return call(h);
+      }
+    };
+    at::Tensor y;
+    if (packed) {
+      const auto sequence = nn::utils::rnn::pack_padded_sequence(x, b[1], batch_first, false);
+      const auto out = std::get<0>(run(
+          [&](const auto& state) { return layer->forward_with_packed_input(sequence, state); }));
+      y = std::get<0>(nn::utils::rnn::pad_packed_sequence(out, batch_first, 0.0, steps));
+    } else {
+      y = std::get<0>(run([&](const auto& state) { return layer->forward(x, state); }));
+    }
+    return (batch_first ? y : y.transpose(0, 1)).sin().square().flatten(1).sum(1);
+  };
+  return {.parameters = named(*layer),
+          .loss = loss,
+          .batch = {torch::randn({examples, steps, 3}, torch::kDouble),
+                    torch::randint(1, steps + 1, {examples}, torch::kLong),
+                    torch::randn({examples, states, hidden}, torch::kDouble),
+                    torch::randn({examples, states, cells}, torch::kDouble)}};
+}
+
+Recurrent random_recurrent(int kind) {
+  const auto size = [](std::int64_t low, std::int64_t high) {
+    return torch::randint(low, high + 1, {1}).item<std::int64_t>();
+  };
+  const std::int64_t layers = size(1, 2), hidden = size(2, 5), both = size(1, 2);
+  const bool first = size(0, 1) == 1;
+  const auto with = [&](auto options) {
+    return options.num_layers(layers).bidirectional(both == 2).batch_first(first).bias(size(0, 3) >
+                                                                                       0);
+  };
+  if (kind == 0) {
+    const std::int64_t projected = size(0, 1) * (hidden - 1);
+    return random_call(nn::LSTM(with(nn::LSTMOptions(3, hidden)).proj_size(projected)),
+                       layers * both, projected > 0 ? projected : hidden, hidden, first);
+  }
+  if (kind == 1) {
+    return random_call(nn::GRU(with(nn::GRUOptions(3, hidden))), layers * both, hidden, 1, first);
+  }
+  auto options = with(nn::RNNOptions(3, hidden));
+  if (kind == 3) options.nonlinearity(torch::kReLU);
+  return random_call(nn::RNN(options), layers * both, hidden, 1, first);
+}
+
 TEST_F(VmapTest, EqualsTheLoopOnRandomRecurrentNets) {
-  for (int round = 0; round < 24; ++round) {
+  const int rounds = std::getenv("GRADUS_LONG_TESTS") != nullptr ? 2000 : 120;
+  for (int round = 0; round < rounds; ++round) {
     SCOPED_TRACE(round);
     torch::manual_seed(200 + round);
-    const bool both = round % 2 == 0;
-    const std::int64_t layers = 1 + round % 3, hidden = 2 + round % 4;
-    nn::AnyModule any;
-    std::shared_ptr<nn::Module> module;
-    std::function<at::Tensor(const at::Tensor&)> forward;
-    if (round % 4 < 2) {
-      nn::LSTM lstm(
-          nn::LSTMOptions(3, hidden).num_layers(layers).bidirectional(both).batch_first(true));
-      module = lstm.ptr();
-      forward = [lstm](const at::Tensor& in) mutable { return std::get<0>(lstm->forward(in)); };
-    } else {
-      nn::GRU gru(
-          nn::GRUOptions(3, hidden).num_layers(layers).bidirectional(both).batch_first(true));
-      module = gru.ptr();
-      forward = [gru](const at::Tensor& in) mutable { return std::get<0>(gru->forward(in)); };
-    }
-    module->to(torch::kDouble);
-    const at::Tensor x = torch::randn({1 + round % 5, 1 + round % 4, 3}, torch::kDouble);
-    const LossFunction loss = [&](const Batch& b) {
-      return forward(b[0]).pow(2).flatten(1).sum(1);
-    };
-    const auto parameters = named(*module);
-    EXPECT_EQ(gap(vmap_gradients(parameters, loss, {x}), loop_gradients(parameters, loss, {x})),
-              "");
+    const Recurrent made = random_recurrent(round % 4);
+    const auto want = loop_gradients(made.parameters, made.loss, made.batch);
+    ASSERT_EQ(gap(vmap_gradients(made.parameters, made.loss, made.batch), want), "");
+    ASSERT_EQ(gap(row_gradients(made.loss(made.batch), made.parameters), want), "");
   }
 }
 

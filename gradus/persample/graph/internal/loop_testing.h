@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
@@ -17,6 +18,12 @@
 // tensors whose first dimension counts examples.
 
 namespace gradus::persample::internal {
+
+/// How many random configurations a test draws: @p usual, ten times as many under
+/// GRADUS_LONG_TESTS=1.
+inline int random_trials(int usual = 500) {
+  return std::getenv("GRADUS_LONG_TESTS") != nullptr ? 10 * usual : usual;
+}
 
 inline std::vector<NamedParameter> named(const torch::nn::Module& module) {
   std::vector<NamedParameter> result;
