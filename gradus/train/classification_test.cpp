@@ -363,11 +363,6 @@ TEST_F(ClassificationTest, WhatCannotBeTrainedIsRefusedByNameBeforeAnythingIsTra
       {[](TrainConfig& c) { c.privacy.accountant = "gdp"; }, "privacy.accountant must be pld"},
       {[](TrainConfig& c) { c.privacy.micro_batch = 0; }, "privacy.micro_batch must be at least 1"},
       {[](TrainConfig& c) { c.data.task = "language-model"; }, "data.directory is for classifiers"},
-      {[](TrainConfig& c) {
-         c.data.task = "language-model";
-         c.data.directory.clear();
-       },
-       "private training is for classifiers"},
       {[](TrainConfig& c) { c.data.task = "cifar"; }, "data.task must be language-model"},
       {[](TrainConfig& c) { c.memory.limit = "1GiB"; }, "memory.limit is for data.task language"},
       {[](TrainConfig& c) { c.memory.plan = "micro-batch=4,recompute=0"; }, "memory.plan is for"},

@@ -100,7 +100,7 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(memory, compress, "--compress",
                  "What an automatic plan may compress: none, lossless (equal gradients), or in a "
                  "lossy form: bf16, fp16, fp10, fp8, int8, int4, int2"),
-      GRADUS_KEY(privacy, enabled, "--private", "Train a classifier with differential privacy"),
+      GRADUS_KEY(privacy, enabled, "--private", "Train with differential privacy"),
       GRADUS_KEY(privacy, epsilon, "--epsilon",
                  "Privacy budget; the noise follows from it. 0: --noise-multiplier is given"),
       GRADUS_KEY(privacy, delta, "--delta", "Delta of the budget; below 1 over the examples"),
@@ -113,7 +113,8 @@ std::vector<ConfigKey> make_keys() {
       GRADUS_KEY(privacy, secure, "--secure",
                  "Noise from the system's random source; false: repeatable, from --seed"),
       GRADUS_KEY(privacy, micro_batch, "--micro-batch",
-                 "Examples of a classifier computed at once; changes memory, not results"),
+                 "Examples of a classifier, or of private training, computed at once; changes "
+                 "memory, not results"),
       GRADUS_KEY(sample, prompt, "--prompt", "Text that the sample continues"),
       GRADUS_KEY(sample, tokens, "--sample-tokens", "Tokens to generate; 0 is no sample"),
       GRADUS_KEY(sample, temperature, "--temperature",
@@ -231,10 +232,31 @@ void validate_privacy(const TrainConfig& config) {
                "private training needs either privacy.epsilon or privacy.noise_multiplier above 0, "
                "as one follows from the other; got ",
                budget ? "both" : "neither");
-  GRADUS_CHECK("config", !privacy.enabled || is_classifier(config),
-               "private training is for classifiers so far: data.task fashion-mnist, adult, "
-               "help-text or bert-help-text; got ",
-               config.data.task);
+}
+
+// What would make a private step depend on the data without noise, or lose its gradients.
+void validate_private_language_model(const TrainConfig& config) {
+  const std::string& precision = config.train.precision;
+  const auto refuse = [&](const std::vector<std::string>& names, const char* reason) {
+    const bool refused = std::ranges::find(names, precision) != names.end();
+    GRADUS_CHECK("config", !refused,
+                 "private training needs train.precision fp32, O0, bf16, bf16-weights or "
+                 "bf16-stochastic; got ",
+                 precision, ". ", reason);
+  };
+  refuse({"fp16", "O1", "O2"},
+         "A loss scale skips the steps whose gradients overflow, and whether a step was skipped "
+         "follows from the data: it would be released without noise");
+  refuse({"O3"}, "In float16 without a loss scale small gradients of single windows become 0");
+  GRADUS_CHECK("config", config.train.loss_scale.empty(),
+               "train.loss_scale must be empty in private training; got '", config.train.loss_scale,
+               "'. A step that is skipped because gradients overflow would be released without "
+               "noise");
+  GRADUS_CHECK("config", parse_lossy(config.memory.compress) == compress::Lossy::none,
+               "memory.compress must be lossless or none in private training; got '",
+               config.memory.compress,
+               "'. Lossy forms share a scale among the values of a block: one example's rounding, "
+               "and so its gradient, would depend on others");
 }
 
 // What only the language model's trainer can do.
@@ -285,6 +307,7 @@ void validate_language_model(const TrainConfig& config) {
   GRADUS_CHECK("config", config.train.epochs == 0.0, "train.epochs is for classifiers; got ",
                config.train.epochs, " with data.task language-model. Set train.steps");
   parse_plan_request(config.memory.plan, config.train.batch, config.model.layers);
+  if (config.privacy.enabled) validate_private_language_model(config);
 }
 
 }  // namespace

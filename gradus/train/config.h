@@ -77,7 +77,7 @@ struct TrainConfig {
     /// optimizer in its place.
     std::string optimizer_state = "exact";
   } memory;
-  /// Differential privacy of classifiers (gradus/privacy/training).
+  /// Differential privacy (gradus/privacy/training).
   struct Privacy {
     bool enabled = false;
     double epsilon = 0.0;  ///< Budget; 0: noise_multiplier says how much noise there is.

@@ -8,6 +8,7 @@
 
 #include <gradus/accumulate/window.h>
 #include <gradus/amp/levels/levels.h>
+#include <gradus/privacy/training/losses.h>
 #include <gradus/recompute/checkpoint.h>
 
 namespace gradus::train {
@@ -30,8 +31,10 @@ std::vector<std::pair<std::string, at::Tensor>> named_tensors(const torch::nn::M
   return tensors;
 }
 
-at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT,
-                               const at::Tensor& targets_BT, std::int64_t recomputed) {
+namespace {
+
+// [B, T, V], in float32 or wider.
+at::Tensor logits_of(models::GptImpl& gpt, const at::Tensor& inputs_BT, std::int64_t recomputed) {
   at::Tensor x = gpt.embed(inputs_BT);
   std::int64_t index = 0;
   for (const auto& block : gpt.blocks()) {
@@ -43,9 +46,21 @@ at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT
   }
   // A model of 16 bits has logits of 16 bits; a mean over thousands of tokens wants more.
   const at::Tensor head_BTV = gpt.head(x);
-  const at::Tensor logits_BTV =
-      at::isReducedFloatingType(head_BTV.scalar_type()) ? head_BTV.to(at::kFloat) : head_BTV;
+  return at::isReducedFloatingType(head_BTV.scalar_type()) ? head_BTV.to(at::kFloat) : head_BTV;
+}
+
+}  // namespace
+
+at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT,
+                               const at::Tensor& targets_BT, std::int64_t recomputed) {
+  const at::Tensor logits_BTV = logits_of(gpt, inputs_BT, recomputed);
   return at::cross_entropy_loss(logits_BTV.flatten(0, 1), targets_BT.flatten());
+}
+
+at::Tensor language_model_losses(models::GptImpl& gpt, const at::Tensor& inputs_BT,
+                                 const at::Tensor& targets_BT, std::int64_t recomputed) {
+  return privacy::cross_entropy_per_example(logits_of(gpt, inputs_BT, recomputed), targets_BT,
+                                            /*ignore_index=*/-100, /*class_dim=*/-1);
 }
 
 void language_model_backward(models::GptImpl& gpt, amp::Amp& amp, optim::Optimizer& optimizer,

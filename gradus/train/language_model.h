@@ -40,6 +40,10 @@ std::vector<std::pair<std::string, at::Tensor>> named_tensors(const torch::nn::M
 at::Tensor language_model_loss(models::GptImpl& gpt, const at::Tensor& inputs_BT,
                                const at::Tensor& targets_BT, std::int64_t recomputed);
 
+/// The same of each sequence alone, the mean over its own tokens: [B].
+at::Tensor language_model_losses(models::GptImpl& gpt, const at::Tensor& inputs_BT,
+                                 const at::Tensor& targets_BT, std::int64_t recomputed);
+
 /// Forward and backward of one micro-batch in what @p amp computes in: the trainer's steps and the
 /// trials that they are planned from go through here.
 ///

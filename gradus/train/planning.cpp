@@ -7,6 +7,7 @@
 #include <gradus/base/memory_tracker.h>
 #include <gradus/plan/store_stash.h>
 #include <gradus/train/optimizers.h>
+#include <gradus/train/private_options.h>
 #include <gradus/train/step_trial.h>
 
 namespace gradus::train {
@@ -38,22 +39,56 @@ std::optional<compress::CompressOptions> compress_options(const TrainConfig& con
 
 namespace {
 
+// What a private pass calls between its layers may grow with its sequences, and two sizes then do
+// not foretell a third, so that choose_plan() knows no size above the traced ones. Larger ones are
+// planned from traces of their own, twice as large each time, while that makes a step faster.
+PlanChoice choose_private_plan(const PlanChoiceOptions& options, const TrialRunner& run,
+                               const TrainerEnvironment& environment) {
+  const auto exactly = [&](std::int64_t micro_batches) {
+    PlanChoiceOptions with = options;
+    with.only = Plan{.micro_batches = micro_batches, .budget = true};
+    return choose_plan(with, run);
+  };
+  if (options.micro_batches > 0) return exactly(options.micro_batches);
+  PlanChoice best = choose_plan(options, run);
+  std::int64_t size = best.plan.largest(options.batch);
+  while (size < options.batch) {
+    size = std::min(2 * size, options.batch);
+    try {
+      PlanChoice larger = exactly((options.batch + size - 1) / size);
+      if (larger.trial_seconds >= best.trial_seconds) break;
+      larger.plain_peak_bytes = best.plain_peak_bytes;
+      larger.plain_seconds = best.plain_seconds;
+      best = std::move(larger);
+    } catch (const UserError&) {
+      if (environment.should_stop()) throw;
+      break;  // no plan of that size fits
+    }
+  }
+  return best;
+}
+
 PlanChoice plan_for(const TrainConfig& config, const models::Gpt& gpt, amp::Amp& amp,
                     data::BatchStream& training, const PlanChoiceOptions& options,
                     const std::shared_ptr<recompute::Stash>& stash,
                     const TrainerEnvironment& environment) {
   const data::DataPosition position = training.position();
+  std::optional<privacy::PrivacyOptions> privacy;
+  if (config.privacy.enabled) privacy = privacy_options(config);
   StepTrials trials(gpt, amp, training.next(), make_optimizer(config, amp, *gpt, 0.0),
                     {.limit_bytes = options.limit_bytes,
                      .clock = environment.clock,
                      .stash = stash,
-                     .compression = compress_options(config, 0)});
+                     .compression = compress_options(config, 0),
+                     .privacy = privacy});
   training.seek(position);
-  return choose_plan(options, [&](const TrialRequest& request) {
+  const TrialRunner run = [&](const TrialRequest& request) {
     if (environment.should_stop())
       throw UserError("[train] interrupted while planning; nothing was trained");
     return trials.run(request);
-  });
+  };
+  return privacy && !options.only ? choose_private_plan(options, run, environment)
+                                  : choose_plan(options, run);
 }
 
 }  // namespace

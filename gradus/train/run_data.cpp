@@ -22,7 +22,7 @@ RunData make_data(const TrainConfig& config) {
                                           .sequence_length = config.model.context,
                                           .shuffle = false});
   }
-  return {std::move(prepared), std::move(training), std::move(validation)};
+  return {std::move(prepared), split.train, std::move(training), std::move(validation)};
 }
 
 }  // namespace gradus::train

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include <gradus/data/batches.h>
 #include <gradus/data/token_file.h>
@@ -11,6 +12,7 @@ namespace gradus::train {
 /// The data of a run: tokens divided, and a stream over each part.
 struct RunData {
   data::PreparedTokens prepared;
+  std::vector<data::TokenRange> training_ranges;  ///< Of the tokens.
   data::BatchStream training;
   std::optional<data::BatchStream> validation;  ///< Nothing if no text is kept for it.
 };

@@ -82,6 +82,18 @@ StepTrials::StepTrials(models::Gpt gpt, amp::Amp& amp, data::Batch batch,
       options_(std::move(options)) {
   const base::ArenaScope host(base::Arena::host);
   for (const at::Tensor& weight : written()) weights_.push_back(weight.detach().clone());
+  if (!options_.privacy) return;
+  // Nothing is released: any noise and any divisor will do, as what they cost is the same.
+  privacy::DPOptimizerOptions dp{
+      .noise_multiplier = 1.0,
+      .expected_batch_size = static_cast<double>(batch_.size()),
+      .clipping = options_.privacy->clipping,
+      .seed = options_.privacy->seed,
+      .sample = options_.privacy->sample,
+      .apply = [this] { return optim::StepResult{.skipped = !amp_.step(*probe_)}; }};
+  if (amp_.properties().casts_to_half()) dp.targets = amp_.parameters(*gpt_);
+  private_ = std::make_unique<privacy::DPOptimizer>(
+      *probe_, gpt_.ptr(), std::make_shared<privacy::Accountant>(), std::move(dp));
 }
 
 // What an optimizer step writes: the model's weights, and their masters where there are some.
@@ -98,6 +110,7 @@ std::vector<at::Tensor> StepTrials::written() const {
 }
 
 StepTrials::~StepTrials() {
+  if (private_) private_->zero_grad();
   amp_.zero_grad(*probe_);
   amp_.load_state(amp_state_);
   const at::NoGradGuard no_grad;
@@ -113,33 +126,56 @@ void StepTrials::micro_batch(accumulate::GradientWindow& window, std::int64_t si
     return all.repeat({(size + all.size(0) - 1) / all.size(0), 1}).narrow(0, 0, size).to(device);
   };
   const at::Tensor inputs = take(batch_.inputs), targets = take(batch_.targets);
+  if (private_) {
+    private_->accumulate(
+        [this](const persample::Batch& rows) {
+          const amp::Region region = amp_.region();
+          return language_model_losses(*gpt_, rows[0], rows[1], /*recomputed=*/0);
+        },
+        {inputs, targets});
+    return;
+  }
   // Never judged: a trial moves no loss scale.
   language_model_backward(*gpt_, amp_, *probe_, window, inputs, targets, /*recomputed=*/0,
                           /*judge=*/false);
 }
 
+// Drops the gradients of the step that was begun.
+void StepTrials::reset(accumulate::GradientWindow& window) {
+  if (private_) private_->zero_grad();
+  window.reset();
+}
+
 void StepTrials::optimizer_step() {
+  if (private_) {
+    const base::MemoryCategoryScope state(base::MemoryCategory::optimizer_state);
+    private_->step();
+    optim::gradient_norm(amp_.master_params(*probe_));
+    return;
+  }
   optim::gradient_norm(amp_.master_params(*probe_));
   const base::MemoryCategoryScope state(base::MemoryCategory::optimizer_state);
   amp_.step(*probe_);
 }
 
 // The optimizer's state is made, kernels are compiled and caches filled at first use: not part of a
-// step.
+// step. Nor is the look at a program that per-sample gradients begin with, on the first batch which
+// is larger than one.
 void StepTrials::warm_up(accumulate::GradientWindow& window, const TrialRequest& request,
                          std::int64_t limit_bytes) {
-  if (ready_) return;
+  const std::int64_t size = private_ ? std::min<std::int64_t>(request.size, 3) : 1;
+  if (warmed_up_ >= size) return;
   {
     std::optional<plan::BudgetCompression> compression;
     if (options_.compression) compression.emplace(*options_.compression);
     const recompute::MemoryBudget budget({.limit_bytes = limit_bytes,
                                           .encoder = compression ? compression->encoder() : nullptr,
                                           .encode_unplanned = request.encode});
-    micro_batch(window, 1);
+    micro_batch(window, size);
   }
   optimizer_step();
-  window.reset();
-  ready_ = true;
+  reset(window);
+  warmed_up_ = size;
 }
 
 // The passes of a step, each run again without being watched for its time: two times, since other
@@ -158,7 +194,7 @@ Trial StepTrials::passes(accumulate::GradientWindow& window, const TrialRequest&
                                        .encode_unplanned = request.encode});
   }
   const auto begin = [&](bool later) {
-    if (!later) window.reset();
+    if (!later) reset(window);
     if (budget) {
       budget->set_plan(request.plans == nullptr ? nullptr
                                                 : request.plans->find(request.size, later));
@@ -246,7 +282,7 @@ std::optional<Trial> StepTrials::run(const TrialRequest& request) {
         {.micro_batches = 4, .normalisation = accumulate::Normalisation::tokens});
     warm_up(window, request, limit_bytes);
     Trial trial = passes(window, request, limit_bytes);
-    window.finish();
+    if (!private_) window.finish();
     tracker.reset_peak();
     const double start = options_.clock();
     optimizer_step();
@@ -255,6 +291,7 @@ std::optional<Trial> StepTrials::run(const TrialRequest& request) {
     amp_.zero_grad(*probe_);
     return trial;
   } catch (const MemoryLimitError&) {
+    if (private_) private_->zero_grad();
     amp_.zero_grad(*probe_);
     return std::nullopt;
   }

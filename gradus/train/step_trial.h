@@ -12,6 +12,7 @@
 #include <gradus/data/batches.h>
 #include <gradus/models/gpt.h>
 #include <gradus/optim/optimizer.h>
+#include <gradus/privacy/training/make_private.h>
 #include <gradus/train/plan_choice.h>
 
 namespace gradus::recompute {
@@ -27,6 +28,9 @@ struct StepTrialOptions {
   /// What plans may leave to compression, and how; unset: nothing is.
   std::optional<compress::CompressOptions> compression{};
   double probing_s = 1.0;  ///< For measuring compression in a pass, at most; > 0.
+  /// The steps are those of private training: clipped gradients of single sequences, then noise.
+  /// Unset: plain.
+  std::optional<privacy::PrivacyOptions> privacy{};
 };
 
 /// Measures steps without training: forward, backward and an optimizer step at learning rate 0, on
@@ -54,6 +58,7 @@ class StepTrials {
 
  private:
   void micro_batch(accumulate::GradientWindow& window, std::int64_t size);
+  void reset(accumulate::GradientWindow& window);
   void warm_up(accumulate::GradientWindow& window, const TrialRequest& request,
                std::int64_t limit_bytes);
   Trial passes(accumulate::GradientWindow& window, const TrialRequest& request,
@@ -68,8 +73,9 @@ class StepTrials {
   data::Batch batch_;
   std::unique_ptr<optim::Optimizer> probe_;
   const StepTrialOptions options_;
-  std::vector<at::Tensor> weights_;  // copies, in host memory
-  bool ready_ = false;
+  std::vector<at::Tensor> weights_;                // copies, in host memory
+  std::unique_ptr<privacy::DPOptimizer> private_;  // null: plain steps
+  std::int64_t warmed_up_ = 0;                     // sequences
 };
 
 }  // namespace gradus::train

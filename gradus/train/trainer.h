@@ -43,12 +43,20 @@ struct TrainOutcome {
 /// Trains as a configuration says: a language model inside its memory limit, or a classifier
 /// (classification.h), with differential privacy where it asks for that.
 ///
+/// With privacy.enabled: Poisson batches, gradients clipped by example (of a language model: a
+/// window of text, see text_windows.h), noise, and an accountant
+/// (gradus/privacy/training/make_private.h). The epsilon spent never exceeds privacy.epsilon. A run
+/// that is interrupted and resumed has spent what the uninterrupted one has; with privacy.secure =
+/// false it equals that bit for bit. Losses, norms, clip fractions and accuracies that are printed
+/// and logged have no noise: epsilon covers the weights, not those.
+///
 /// The run directory (train.out) holds config.toml, tokenizer, metrics.jsonl, TensorBoard events,
 /// report.html and the last training states. With @p resume the run continues from its newest good
 /// state as if it had never stopped, bit for bit, as long as plan and thread count are the same.
 /// @throws UserError on bad input, on a memory limit below what the model needs, on a run directory
 /// that is
-///   in use (without resume) or empty (with it), when the loss is no longer finite, and when the
+///   in use (without resume) or empty (with it), for privacy options that a resumed run did not
+///   begin with, for a layer that breaks privacy, when the loss is no longer finite, and when the
 ///   disk is full; what was saved before stands.
 TrainOutcome train(const TrainConfig& config, bool resume, const TrainerEnvironment& environment);
 
