@@ -32,6 +32,8 @@ namespace grad = plane::grad;
 namespace {
 
 constexpr std::size_t kPlansPerStructure = 16;
+// A program that the host makes anew for each batch would fill memory with plans.
+constexpr std::size_t kStructures = 1024;
 
 /// The way from a shared operand to parameters.
 struct Way {
@@ -39,6 +41,24 @@ struct Way {
   bool transposed = false;      ///< As a matrix, once.
   bool reshaped = false;        ///< By views that keep the order of elements.
 };
+
+bool changes_gradients(const grad::NodeView& node) {
+  return node.has_hooks() || node.has_post_hooks();
+}
+
+// By node: hooks may change the gradients on some way from it to a parameter.
+std::vector<bool> hooked_ways(const Graph& graph) {
+  std::vector<bool> hooked(graph.nodes.size(), false);
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    if (graph.parameter[i] >= 0 || !graph.leads_to_parameter[i]) continue;
+    hooked[i] = changes_gradients(graph.nodes[i]);
+    for (const grad::EdgeView& edge : graph.nodes[i].next()) {
+      if (hooked[i]) break;
+      hooked[i] = edge.node.defined() && hooked[graph.place.at(edge.node.id())];
+    }
+  }
+  return hooked;
+}
 
 Way way_from(const Graph& graph, const grad::EdgeView& start) {
   Way way;
@@ -49,6 +69,7 @@ Way way_from(const Graph& graph, const grad::EdgeView& start) {
       way.parameter = parameter;
       return way;
     }
+    if (changes_gradients(node)) return {};
     const auto step = grad::as_rearrangement(node);
     const std::vector<grad::EdgeView> next = node.next();
     if (!step || next.size() != 1) return {};
@@ -137,6 +158,7 @@ class GraphGradients::Table {
   void backward(const at::Tensor& losses, bool keep_graph);
   void clear() {
     for (Entry& entry : entries_) entry = Entry();
+    halted_.clear();
     examples_ = 0;
   }
 
@@ -229,6 +251,11 @@ class GraphGradients::Table {
   void arrive(const Graph& graph, const grad::NodeView& node, Waiting waiting);
   void add(std::int64_t parameter, std::unique_ptr<Term> term, bool by_formula);
   void settle(Entry& entry);
+  void pass_hooks(const Graph& graph);
+  void check_hooks(const Graph& graph, const Plan& plan) const;
+  // Sends rows on through the graph as it is.
+  void send(const Graph& graph, const std::vector<grad::EdgeView>& from,
+            const std::vector<at::Tensor>& rows, bool by_formula);
 
   std::vector<NamedParameter> parameters_;
   GraphOptions options_;
@@ -237,10 +264,19 @@ class GraphGradients::Table {
   std::int64_t examples_ = 0;
   std::int64_t analyses_ = 0;
   std::map<std::uint64_t, std::deque<Plan>> plans_;
+  // Of the call: ways on which hooks wait for the sum of all that comes, and the rows that came.
+  struct Halted {
+    grad::EdgeView edge{};
+    at::Tensor rows{};
+  };
+  std::vector<bool> hooked_;
+  std::map<std::pair<std::size_t, std::size_t>, Halted> halted_;
 };
 
 Plan GraphGradients::Table::plan_for(const Graph& graph) {
-  std::deque<Plan>& known = plans_[structure_of(graph)];
+  const std::uint64_t structure = structure_of(graph);
+  if (plans_.size() >= kStructures && !plans_.contains(structure)) plans_.clear();
+  std::deque<Plan>& known = plans_[structure];
   Plan adapted;
   for (const Plan& plan : known) {
     if (adapt(plan, graph, adapted)) {
@@ -259,6 +295,18 @@ Plan GraphGradients::Table::plan_for(const Graph& graph) {
 }
 
 void GraphGradients::Table::check(const Plan& plan) const {
+  if (!plan.unreached.empty()) {
+    std::string names;
+    for (const std::int64_t index : plan.unreached) {
+      names += (names.empty() ? "" : ", ") + parameters_[static_cast<std::size_t>(index)].name;
+    }
+    GRADUS_CHECK("persample", plan.unreached.empty(),
+                 "losses in which data of the examples meets each parameter are required; got "
+                 "losses that are functions of ",
+                 names,
+                 " alone, of which it cannot be told whose gradient is where: use the call with a "
+                 "loss function");
+  }
   if (options_.examples_checked) return;
   GRADUS_CHECK("persample", plan.mixed.empty(),
                "losses that depend on one example each are required; the gradients of examples may "
@@ -318,6 +366,8 @@ void GraphGradients::Table::single_example(const Graph& graph, bool keep_graph) 
 
 void GraphGradients::Table::many_examples(const Graph& graph, bool keep_graph) {
   const Plan plan = plan_for(graph);
+  check_hooks(graph, plan);
+  hooked_ = hooked_ways(graph);
   // A site that no other site is upstream of need not run: the pass ends there.
   std::vector<bool> is_site(graph.nodes.size(), false);
   for (const Site& site : plan.sites) is_site[site.node] = true;
@@ -354,51 +404,76 @@ void GraphGradients::Table::many_examples(const Graph& graph, bool keep_graph) {
     // What a rule gave in place of the node, which then runs with nothing, and terms that wait.
     const auto replaced = std::make_shared<std::vector<at::Tensor>>();
     const auto waiting = std::make_shared<Waiting>();
-    hooks.push_back(grad::on_reached(node, [this, &graph, &site, node, last, onward, replaced,
-                                            waiting,
-                                            keep_graph](std::vector<at::Tensor>& gradients) {
-      const at::NoGradGuard no_grad;
-      const NodeUse use{.node = node,
-                        .gradients = gradients,
-                        .layouts = site.layouts,
-                        .shared = site.shared,
-                        .onward = onward,
-                        .frees_graph = !keep_graph};
-      for (std::size_t output = 0; output < gradients.size(); ++output) {
-        if (gradients[output].defined() && site.layouts[output].examples == 0) {
-          // No gradient came here at analysis.
-          GRADUS_CHECK("persample", gradients[output].count_nonzero().item<std::int64_t>() == 0,
-                       "a graph like the one analysed is required; got a gradient of output ",
-                       output, " of ", node.name(), ", which had none then");
-        }
-      }
-      std::vector<at::Tensor> passed(node.next().size());
-      for (OperandTerm& each : terms_of(use, &waiting->by_formula)) {
-        if (each.term == nullptr) {
-          passed[each.edge] = each.gradient;
-        } else {
-          waiting->terms.push_back(std::move(each));
-        }
-      }
-      if (last) arrive(graph, node, std::move(*waiting));
-      const bool instead = !last && std::ranges::all_of(onward, [&](std::size_t edge) {
-        return passed[edge].defined();
-      });
-      if (instead) *replaced = std::move(passed);
-      if (last || instead) std::fill(gradients.begin(), gradients.end(), at::Tensor());
-    }));
+    hooks.push_back(
+        grad::on_reached(node, [this, &graph, &site, node, last, onward, replaced, waiting,
+                                keep_graph](std::vector<at::Tensor>& gradients) {
+          const at::NoGradGuard no_grad;
+          const NodeUse use{.node = node,
+                            .gradients = gradients,
+                            .layouts = site.layouts,
+                            .shared = site.shared,
+                            .onward = onward,
+                            .frees_graph = !keep_graph};
+          for (std::size_t output = 0; output < gradients.size(); ++output) {
+            if (gradients[output].defined() && site.layouts[output].examples == 0) {
+              // No gradient came here at analysis.
+              GRADUS_CHECK("persample", gradients[output].count_nonzero().item<std::int64_t>() == 0,
+                           "a graph like the one analysed is required; got a gradient of output ",
+                           output, " of ", node.name(), ", which had none then");
+            }
+          }
+          std::vector<at::Tensor> passed(node.next().size());
+          for (OperandTerm& each : terms_of(use, &waiting->by_formula)) {
+            if (each.term == nullptr) {
+              passed[each.edge] = each.gradient;
+            } else {
+              waiting->terms.push_back(std::move(each));
+            }
+          }
+          if (last) arrive(graph, node, std::move(*waiting));
+          const bool instead = !last && std::ranges::all_of(onward, [&](std::size_t edge) {
+            return passed[edge].defined();
+          });
+          if (instead) *replaced = std::move(passed);
+          if (last || instead) std::fill(gradients.begin(), gradients.end(), at::Tensor());
+        }));
     if (last) continue;
-    hooks.push_back(grad::after(node, [this, &graph, node, replaced, waiting](
-                                          std::vector<at::Tensor>& given,
-                                          const std::vector<at::Tensor>& /*got*/) {
-      const at::NoGradGuard no_grad;
-      if (!replaced->empty()) given = std::exchange(*replaced, {});
-      // Only now: gradients that are formed do not stand beside what the node needs to run.
-      arrive(graph, node, std::exchange(*waiting, {}));
-    }));
+    hooks.push_back(grad::after(
+        node, [this, &graph, node, replaced, waiting](std::vector<at::Tensor>& given,
+                                                      const std::vector<at::Tensor>& /*got*/) {
+          const at::NoGradGuard no_grad;
+          if (!replaced->empty()) given = std::exchange(*replaced, {});
+          // Only now: gradients that are formed do not stand beside what the node needs to run.
+          arrive(graph, node, std::exchange(*waiting, {}));
+        }));
   }
   grad::backward_to({grad::gradient_edge(graph.losses)}, {at::ones_like(graph.losses)}, ends,
                     keep_graph);
+  pass_hooks(graph);
+}
+
+void GraphGradients::Table::check_hooks(const Graph& graph, const Plan& plan) const {
+  for (const Site& site : plan.sites) {
+    const grad::NodeView& node = graph.nodes[site.node];
+    GRADUS_CHECK("persample", !node.has_post_hooks(),
+                 "operators of parameters without hooks on the gradients that they give are "
+                 "required; got one on ",
+                 node.name(),
+                 " (Node::add_post_hook), which is made for the sum over a batch: remove it");
+  }
+}
+
+// A hook need not be linear: it gets the sum of each example's gradient, as in that one's own pass.
+void GraphGradients::Table::pass_hooks(const Graph& graph) {
+  if (halted_.empty()) return;
+  std::vector<grad::EdgeView> from;
+  std::vector<at::Tensor> rows;
+  for (auto& [place, halted] : halted_) {
+    from.push_back(halted.edge);
+    rows.push_back(std::move(halted.rows));
+  }
+  halted_.clear();
+  send(graph, from, rows, true);
 }
 
 void GraphGradients::Table::arrive(const Graph& graph, const grad::NodeView& node,
@@ -431,6 +506,13 @@ void GraphGradients::Table::arrive(const Graph& graph, const grad::EdgeView& edg
     return;
   }
   const at::Tensor rows = term->form();
+  const std::size_t place = graph.place.at(edge.node.id());
+  if (hooked_[place]) {
+    Halted& halted = halted_[{place, edge.input}];
+    halted.edge = edge;
+    halted.rows = halted.rows.defined() ? halted.rows + rows : rows;
+    return;
+  }
   if (const auto table = grad::as_embedding(edge.node);
       table && !table->scale_by_frequency) {  // positions, looked up once for all examples
     const Way after = way_from(graph, edge.node.next()[grad::Embedding::kWeight]);
@@ -447,10 +529,19 @@ void GraphGradients::Table::arrive(const Graph& graph, const grad::EdgeView& edg
     }
   }
   // Any other function of parameters: each example's gradient goes back through it.
+  send(graph, {edge}, {rows}, by_formula);
+}
+
+void GraphGradients::Table::send(const Graph& graph, const std::vector<grad::EdgeView>& from,
+                                 const std::vector<at::Tensor>& rows, bool by_formula) {
   std::vector<grad::EdgeView> ends;
   std::vector<std::int64_t> parameters;
-  std::vector<std::size_t> open{graph.place.at(edge.node.id())};
-  std::set<std::size_t> seen{open.front()};
+  std::vector<std::size_t> open;
+  std::set<std::size_t> seen;
+  for (const grad::EdgeView& edge : from) {
+    const std::size_t place = graph.place.at(edge.node.id());
+    if (seen.insert(place).second) open.push_back(place);
+  }
   while (!open.empty()) {
     const std::size_t node = open.back();
     open.pop_back();
@@ -464,7 +555,7 @@ void GraphGradients::Table::arrive(const Graph& graph, const grad::EdgeView& edg
       if (graph.leads_to_parameter[to] && seen.insert(to).second) open.push_back(to);
     }
   }
-  const std::vector<at::Tensor> given = grad::backward_rows(edge, rows, ends);
+  const std::vector<at::Tensor> given = grad::backward_rows(from, rows, ends);
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (given[i].defined()) add(parameters[i], std::make_unique<FormedTerm>(given[i]), by_formula);
   }

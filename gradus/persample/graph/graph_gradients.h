@@ -54,7 +54,9 @@ class GraphGradients {
   /// table. The graph is freed unless @p keep_graph.
   /// @throws UserError, by name, if examples mix: a gradient that belongs to no single example
   /// (BatchNorm in training), an embedding with scale_grad_by_freq, another B than in an earlier
-  /// call since clear().
+  /// call since clear(); if a parameter has a gradient hook, or its gradient comes from losses that
+  /// are functions of parameters alone. Hooks between a parameter and its use get each example's
+  /// gradient.
   void backward(const at::Tensor& losses, bool keep_graph = false);
 
   /// Sets GraphOptions::examples_checked for the next calls.

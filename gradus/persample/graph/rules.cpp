@@ -3,8 +3,6 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/native_group_norm_backward.h>
-#include <ATen/ops/native_layer_norm_backward.h>
-#include <ATen/ops/stack.h>
 
 #include <gradus/base/error.h>
 #include <gradus/plane/grad/operands.h>
@@ -116,7 +114,7 @@ std::optional<std::vector<OperandTerm>> product_rule(const NodeUse& use) {
 
 namespace {
 
-// Gradients of scale and bias, [B, channels or normalised dimensions].
+// Gradients of scale and bias, [B, channels].
 struct ScaleGradients {
   at::Tensor weight{};
   at::Tensor bias{};
@@ -142,43 +140,6 @@ ScaleGradients group_gradients(const grad::Normalisation& norm, const at::Tensor
   return {summed(weight), summed(bias)};
 }
 
-// One call of the operator's kernel for each example, where it has enough to do.
-ScaleGradients layer_gradients(const grad::Normalisation& norm, const at::Tensor& gradient,
-                               const Layout& layout, const std::vector<std::int64_t>& sizes) {
-  const at::Tensor gradients = widened(layout.by_example(gradient, layout.dim));
-  const at::Tensor inputs = widened(layout.by_example(norm.input(), layout.dim));
-  const at::Tensor mean = widened(layout.by_example(norm.mean(), layout.dim));
-  const at::Tensor deviation = widened(layout.by_example(norm.inverse_deviation(), layout.dim));
-  std::vector<at::Tensor> weights;
-  std::vector<at::Tensor> biases;
-  for (std::int64_t b = 0; b < layout.examples; ++b) {
-    const auto [none, weight, bias] = at::native_layer_norm_backward(
-        gradients[b], inputs[b], sizes, mean[b].contiguous(), deviation[b].contiguous(),
-        at::empty(sizes, inputs.options()), at::empty(sizes, inputs.options()),
-        {false, true, true});
-    weights.push_back(weight);
-    biases.push_back(bias);
-  }
-  return {at::stack(weights), at::stack(biases)};
-}
-
-// Fewer elements an example are not worth a call each.
-constexpr std::int64_t kElementsOfACall = 8192;
-
-std::optional<ScaleGradients> scale_gradients(const grad::Normalisation& norm,
-                                              const at::Tensor& gradient, const Layout& layout,
-                                              const std::vector<std::int64_t>& sizes) {
-  using Kind = grad::Normalisation::Kind;
-  if (layout.dim < 0 || gradient.numel() == 0) return std::nullopt;
-  if (norm.kind == Kind::group && layout.dim == 0) return group_gradients(norm, gradient, layout);
-  const std::int64_t rows_end = gradient.dim() - static_cast<std::int64_t>(norm.normalised_dims);
-  if (norm.kind == Kind::layer && layout.dim < rows_end &&
-      gradient.numel() >= kElementsOfACall * layout.examples) {
-    return layer_gradients(norm, gradient, layout, sizes);
-  }
-  return std::nullopt;
-}
-
 }  // namespace
 
 std::optional<std::vector<OperandTerm>> normalisation_rule(const NodeUse& use) {
@@ -193,14 +154,13 @@ std::optional<std::vector<OperandTerm>> normalisation_rule(const NodeUse& use) {
     if (edge != norm->weight && edge != norm->bias) return std::nullopt;
   }
   std::vector<OperandTerm> terms;
-  if (use.shares(norm->weight)) {
-    if (auto both =
-            scale_gradients(*norm, gradient, use.layouts[0], use.operand_sizes(norm->weight))) {
-      for (const std::size_t edge : use.shared) {
-        terms.push_back(formed(edge, edge == norm->weight ? both->weight : both->bias));
-      }
-      return terms;
+  if (norm->kind == grad::Normalisation::Kind::group && use.layouts[0].dim == 0 &&
+      gradient.numel() > 0) {
+    const ScaleGradients both = group_gradients(*norm, gradient, use.layouts[0]);
+    for (const std::size_t edge : use.shared) {
+      terms.push_back(formed(edge, edge == norm->weight ? both.weight : both.bias));
     }
+    return terms;
   }
   for (const std::size_t edge : use.shared) {
     const std::vector<std::int64_t> sizes = use.operand_sizes(edge);
@@ -210,7 +170,12 @@ std::optional<std::vector<OperandTerm>> normalisation_rule(const NodeUse& use) {
       broadcast.assign(as_index(gradient.dim()) - 1, 1);
       broadcast[0] = gradient.size(1);
     }
-    const at::Tensor values = edge == norm->weight ? gradient * norm->normalised_input() : gradient;
+    at::Tensor values = gradient;
+    if (edge == norm->weight) {
+      const at::Tensor inputs = norm->normalised_input();
+      values = inputs.scalar_type() == gradient.scalar_type() ? inputs.mul_(gradient)
+                                                              : inputs * gradient;
+    }
     auto sum = reduced_by_example(values, use.layouts[0], broadcast);
     if (!sum) return std::nullopt;
     std::vector<std::int64_t> result{use.examples()};

@@ -64,6 +64,14 @@ std::vector<std::int64_t> NodeView::sizes(std::size_t output) const {
   return sizes;
 }
 
+std::optional<at::ScalarType> NodeView::scalar_type(std::size_t output) const {
+  const Node& node = Access::node(*this);
+  if (output >= node.num_inputs() || node.input_metadata(output).was_default_constructed()) {
+    return std::nullopt;
+  }
+  return c10::typeMetaToScalarType(node.input_metadata(output).options().dtype());
+}
+
 EdgeView gradient_edge(const at::Tensor& tensor) {
   GRADUS_CHECK("grad_plane", tensor.defined() && tensor.requires_grad(),
                "a tensor that requires a gradient is needed; got ", base::describe_tensor(tensor));
@@ -191,6 +199,13 @@ bool NodeView::has_hooks() const {
     });
   };
   return foreign(node.pre_hooks()) || foreign(node.tensor_pre_hooks());
+}
+
+bool NodeView::has_post_hooks() const {
+  const auto& hooks = Access::node(*this).post_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
+    return dynamic_cast<const AfterHook*>(hook.get()) == nullptr;
+  });
 }
 
 Hook before(const NodeView& node, std::function<void(std::vector<at::Tensor>&)> fn) {
@@ -429,12 +444,20 @@ std::vector<at::Tensor> apply_rows(const NodeView& node, const std::vector<at::T
 
 std::vector<at::Tensor> backward_rows(const EdgeView& from, const at::Tensor& rows,
                                       const std::vector<EdgeView>& ends) {
-  if (ends.empty()) return {};
+  return backward_rows(std::vector<EdgeView>{from}, std::vector<at::Tensor>{rows}, ends);
+}
+
+std::vector<at::Tensor> backward_rows(const std::vector<EdgeView>& from,
+                                      const std::vector<at::Tensor>& rows,
+                                      const std::vector<EdgeView>& ends) {
+  GRADUS_CHECK("grad_plane", from.size() == rows.size(), "rows for each edge are required; got ",
+               from.size(), " edges and ", rows.size(), " tensors of rows");
+  if (from.empty() || ends.empty()) return std::vector<at::Tensor>(ends.size());
   return by_rows(
       [&](const std::vector<at::Tensor>& gradients) {
-        return backward_to({from}, gradients, ends, true);
+        return backward_to(from, gradients, ends, true);
       },
-      {rows});
+      rows);
 }
 
 }  // namespace gradus::plane::grad

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,8 +49,14 @@ class NodeView {
   /// Shape of the forward operator's output number @p output; empty where the node does not know
   /// it.
   std::vector<std::int64_t> sizes(std::size_t output) const;
+  /// Dtype of the forward operator's output number @p output; nullopt where the node does not know
+  /// it.
+  std::optional<at::ScalarType> scalar_type(std::size_t output) const;
   /// True if someone else's hook may change the gradients that come in (Tensor::register_hook).
   bool has_hooks() const;
+  /// True if someone else's hook may change the gradients that the node gives
+  /// (Node::add_post_hook).
+  bool has_post_hooks() const;
   /// Grows from node to node in the order of the forward pass, on each thread.
   std::uint64_t sequence_number() const;
   /// Equal for views of one node, and only for those while they live.
@@ -128,6 +135,11 @@ std::vector<at::Tensor> apply_rows(const NodeView& node, const std::vector<at::T
 /// Returns [R, *shape] for each end, undefined where none arrived. One pass under functorch's vmap
 /// where every formula on the way allows it, else R passes.
 std::vector<at::Tensor> backward_rows(const EdgeView& from, const at::Tensor& rows,
+                                      const std::vector<EdgeView>& ends);
+/// The same from several edges at once, with equally many rows for each: where their ways meet,
+/// hooks get each row's sum.
+std::vector<at::Tensor> backward_rows(const std::vector<EdgeView>& from,
+                                      const std::vector<at::Tensor>& rows,
                                       const std::vector<EdgeView>& ends);
 
 }  // namespace gradus::plane::grad

@@ -1,12 +1,16 @@
 #include <gradus/plane/grad/operands.h>
 
+#include <algorithm>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 
 #include <ATen/ops/rsqrt.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <gradus/plane/grad/internal/access.h>
+#include <gradus/plane/grad/saved_numbers.h>
 
 namespace gradus::plane::grad {
 
@@ -131,15 +135,15 @@ std::optional<Normalisation> as_normalisation(const NodeView& node) {
 
 at::Tensor Normalisation::normalised_input() const {
   if (auto* const layer = as<generated::NativeLayerNormBackward0>(node)) {
-    return (read(layer->input_) - read_output(layer, layer->result1_)) *
-           read_output(layer, layer->result2_);
+    return (read(layer->input_) - read_output(layer, layer->result1_))
+        .mul_(read_output(layer, layer->result2_));
   }
   if (auto* const found = as<generated::NativeGroupNormBackward0>(node)) {
     const at::Tensor input = read(found->input_);
     const std::int64_t examples = found->N.expect_int();
     const at::Tensor mean = read_output(found, found->result1_).view({examples, groups, 1});
     const at::Tensor rstd = read_output(found, found->result2_).view({examples, groups, 1});
-    return ((input.reshape({examples, groups, -1}) - mean) * rstd).view(input.sizes());
+    return (input.reshape({examples, groups, -1}) - mean).mul_(rstd).view(input.sizes());
   }
   if (auto* const found = as<generated::NativeBatchNormBackward0>(node)) {
     const at::Tensor input = read(found->input_);
@@ -167,9 +171,6 @@ at::Tensor Normalisation::input() const {
 }
 
 at::Tensor Normalisation::mean() const {
-  if (auto* const layer = as<generated::NativeLayerNormBackward0>(node)) {
-    return read_output(layer, layer->result1_);
-  }
   if (auto* const found = as<generated::NativeGroupNormBackward0>(node)) {
     return read_output(found, found->result1_);
   }
@@ -177,9 +178,6 @@ at::Tensor Normalisation::mean() const {
 }
 
 at::Tensor Normalisation::inverse_deviation() const {
-  if (auto* const layer = as<generated::NativeLayerNormBackward0>(node)) {
-    return read_output(layer, layer->result2_);
-  }
   if (auto* const found = as<generated::NativeGroupNormBackward0>(node)) {
     return read_output(found, found->result2_);
   }
@@ -339,6 +337,169 @@ std::optional<Rearrangement> as_rearrangement(const NodeView& node) {
       as<generated::SqueezeBackward1>(node) != nullptr ||
       as<generated::UnsqueezeBackward0>(node) != nullptr) {
     return Rearrangement{.keeps_order = true};
+  }
+  return std::nullopt;
+}
+
+namespace {
+
+// What kind of choice an operator makes.
+enum class Chooses : std::uint8_t {
+  along_dim,      // by an index that it was given, along the dimension that it saved
+  own_along_dim,  // by its operand's own values
+  along_plane,    // along the last two or three dimensions, by a grid or indices
+  own_along_plane,
+  rows,       // of a table
+  positions,  // by one index for each of some dimensions
+  contraction,
+  anywhere,
+  own_anywhere,
+};
+
+// By the operator, in the name of its node what comes before "Backward".
+const std::unordered_map<std::string_view, Chooses>& choosers() {
+  static const std::unordered_map<std::string_view, Chooses> table{
+      {"Gather", Chooses::along_dim},
+      {"IndexSelect", Chooses::along_dim},
+      {"IndexAdd", Chooses::along_dim},
+      {"IndexCopy", Chooses::along_dim},
+      {"IndexFill", Chooses::along_dim},
+      {"IndexReduce", Chooses::along_dim},
+      {"Scatter", Chooses::along_dim},
+      {"ScatterAdd", Chooses::along_dim},
+      {"ScatterReduce", Chooses::along_dim},
+      {"SegmentReduce", Chooses::along_dim},
+      {"Sort", Chooses::own_along_dim},
+      {"Topk", Chooses::own_along_dim},
+      {"Kthvalue", Chooses::own_along_dim},
+      {"Mode", Chooses::own_along_dim},
+      {"Median", Chooses::own_along_dim},
+      {"Nanmedian", Chooses::own_along_dim},
+      {"Max", Chooses::own_along_dim},
+      {"Min", Chooses::own_along_dim},
+      {"Amax", Chooses::own_along_dim},
+      {"Amin", Chooses::own_along_dim},
+      {"Aminmax", Chooses::own_along_dim},
+      {"Cummax", Chooses::own_along_dim},
+      {"Cummin", Chooses::own_along_dim},
+      {"MaxPool2D", Chooses::own_along_plane},
+      {"MaxPool2DWithIndices", Chooses::own_along_plane},
+      {"MaxPool3DWithIndices", Chooses::own_along_plane},
+      {"AdaptiveMaxPool2D", Chooses::own_along_plane},
+      {"AdaptiveMaxPool3D", Chooses::own_along_plane},
+      {"FractionalMaxPool2D", Chooses::along_plane},
+      {"FractionalMaxPool3D", Chooses::along_plane},
+      {"MaxUnpool2D", Chooses::along_plane},
+      {"MaxUnpool3D", Chooses::along_plane},
+      {"GridSampler2D", Chooses::along_plane},
+      {"GridSampler3D", Chooses::along_plane},
+      {"Embedding", Chooses::rows},
+      {"EmbeddingBag", Chooses::rows},
+      {"Index", Chooses::positions},
+      {"UnsafeIndex", Chooses::positions},
+      {"Mm", Chooses::contraction},
+      {"Addmm", Chooses::contraction},
+      {"Bmm", Chooses::contraction},
+      {"Baddbmm", Chooses::contraction},
+      {"Addbmm", Chooses::contraction},
+      {"Mv", Chooses::contraction},
+      {"Addmv", Chooses::contraction},
+      {"Dot", Chooses::contraction},
+      {"Vdot", Chooses::contraction},
+      {"Take", Chooses::anywhere},
+      {"Put", Chooses::anywhere},
+      {"IndexPut", Chooses::anywhere},
+      {"UnsafeIndexPut", Chooses::anywhere},
+      {"IndexPutImpl", Chooses::anywhere},
+      {"UnsafeMaskedIndex", Chooses::anywhere},
+      {"UnsafeMaskedIndexPutAccumulate", Chooses::anywhere},
+      {"MaskedSelect", Chooses::anywhere},
+      {"MaskedScatter", Chooses::anywhere},
+      {"PackPaddedSequence", Chooses::anywhere},
+      {"EmbeddingDense", Chooses::anywhere},
+      {"MkldnnRnnLayer", Chooses::own_anywhere},  // if packed
+  };
+  return table;
+}
+
+// Dimensions that have an index; nullopt if that cannot be told.
+template <typename Kind>
+std::optional<std::vector<std::int64_t>> indexed_dims(const Kind& node) {
+  std::vector<std::int64_t> dims;
+  for (std::size_t i = 0; i < node.indices_.size(); ++i) {
+    const std::optional<at::Tensor> index = node.indices_[i].get_raw_data();
+    if (index && !index->defined()) continue;
+    // A mask stands for several dimensions.
+    if (!index || index->scalar_type() == at::kBool || index->scalar_type() == at::kByte) {
+      return std::nullopt;
+    }
+    dims.push_back(static_cast<std::int64_t>(i));
+  }
+  return dims;
+}
+
+}  // namespace
+
+std::optional<Choice> as_choice(const NodeView& node, std::size_t edge) {
+  const std::string name = node.name();
+  const std::string_view operation = std::string_view(name).substr(0, name.find("Backward"));
+  const auto along = [](std::initializer_list<std::int64_t> dims, bool by_saved) {
+    return Choice{.by_saved = by_saved, .dims = std::vector<std::int64_t>(dims)};
+  };
+  const auto found = choosers().find(operation);
+  if (found == choosers().end()) {
+    const auto has = [&](std::string_view part) { return name.find(part) != std::string::npos; };
+    if (has("ScaledDotProduct") || has("AttentionBackward")) return along({-2}, true);
+    if (has("CppNode") || has("PyNode") || operation.starts_with("Sparse") ||
+        operation.starts_with("Nested") || operation.starts_with("Unique")) {
+      return Choice{.by_saved = true};
+    }
+    return std::nullopt;
+  }
+  const auto saved_dims = [&]() -> std::optional<std::vector<std::int64_t>> {
+    SavedNumbers numbers;
+    read_saved_numbers(node, numbers);
+    if (numbers.dims.empty()) return std::nullopt;
+    return numbers.dims;
+  };
+  switch (found->second) {
+    case Chooses::along_dim:
+      return Choice{.by_saved = true, .dims = saved_dims()};
+    case Chooses::own_along_dim:
+      return Choice{.by_saved = false, .dims = saved_dims()};
+    case Chooses::along_plane:
+    case Chooses::own_along_plane: {
+      if (edge == 1) return std::nullopt;  // of the grid each element stays where it is
+      const bool by_saved = found->second == Chooses::along_plane;
+      return operation.find("3D") == std::string_view::npos ? along({-1, -2}, by_saved)
+                                                            : along({-1, -2, -3}, by_saved);
+    }
+    case Chooses::rows:
+      return edge == 0 ? along({0}, true) : Choice{.by_saved = true};
+    case Chooses::positions:
+      if (const auto* const index = as<generated::IndexBackward0>(node)) {
+        return Choice{.by_saved = true, .dims = indexed_dims(*index)};
+      }
+      if (const auto* const index = as<generated::UnsafeIndexBackward0>(node)) {
+        return Choice{.by_saved = true, .dims = indexed_dims(*index)};
+      }
+      return Choice{.by_saved = true};
+    case Chooses::contraction: {
+      const bool added = operation.starts_with("Add") || operation.starts_with("Badd");
+      if (added && edge == 0) return std::nullopt;
+      const bool left = edge == (added ? 1U : 0U);
+      if (operation == "Addbmm") return left ? along({0, -1}, false) : along({0, -2}, false);
+      const bool vector =
+          operation == "Mv" || operation == "Addmv" || operation == "Dot" || operation == "Vdot";
+      return along({left || vector ? -1 : -2}, false);
+    }
+    case Chooses::anywhere:
+      return Choice{.by_saved = true};
+    case Chooses::own_anywhere: {
+      const auto layer = as_recurrent_layer(node);
+      if (layer && layer->batch_sizes.empty()) return std::nullopt;
+      return Choice{};
+    }
   }
   return std::nullopt;
 }

@@ -61,8 +61,7 @@ struct Normalisation {
   /// The input, normalised but not yet scaled, in its shape.
   at::Tensor normalised_input() const;
   at::Tensor input() const;
-  /// Of layer and group: the statistics that the forward call used, as it keeps them ([..., 1] and
-  /// [N, groups]); undefined otherwise.
+  /// Of group: the statistics that the forward call used, [N, groups]; undefined otherwise.
   at::Tensor mean() const;
   at::Tensor inverse_deviation() const;
 };
@@ -147,5 +146,19 @@ struct Rearrangement {
   bool keeps_order = false;
 };
 std::optional<Rearrangement> as_rearrangement(const NodeView& node);
+
+/// How values choose which elements of an operand get a gradient, or get it from where: lookups,
+/// sorting, maxima, attention, and the terms of a product, where a zero is no choice.
+struct Choice {
+  /// True if tensors choose that are no edges (indices, masks); false if the operand itself does.
+  bool by_saved = false;
+  /// Dimensions of the operand along which elements are chosen; all that the others tell stays
+  /// where it is. nullopt: unknown, or all.
+  std::optional<std::vector<std::int64_t>> dims = std::nullopt;
+
+  bool operator==(const Choice&) const = default;
+};
+/// Of the operand at @p edge; nullopt where each element's place follows from shapes and numbers.
+std::optional<Choice> as_choice(const NodeView& node, std::size_t edge);
 
 }  // namespace gradus::plane::grad

@@ -1,0 +1,38 @@
+# Writes saved_numbers.inc: for each node class of LibTorch's generated Functions.h, the fields that it saves besides
+# tensors. Read from the header that the build uses, so that no field of another release is missed.
+
+set(gradus_functions "${TORCH_INSTALL_PREFIX}/include/torch/csrc/autograd/generated/Functions.h")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${gradus_functions}")
+file(STRINGS "${gradus_functions}" gradus_lines REGEX
+  "^struct TORCH_API [A-Za-z0-9_]+ : public|^  [A-Za-z:][A-Za-z0-9_:<>]* [A-Za-z0-9_]+( = [a-z0-9]+)?;$")
+set(gradus_table "")
+set(gradus_node "")
+set(gradus_fields "")
+set(gradus_classes 0)
+macro(gradus_flush)
+  if(gradus_node AND gradus_fields)
+    string(APPEND gradus_table "NODE(${gradus_node},${gradus_fields})\n")
+  endif()
+endmacro()
+foreach(line IN LISTS gradus_lines)
+  if(line MATCHES "^struct TORCH_API ([A-Za-z0-9_]+) ")
+    set(name "${CMAKE_MATCH_1}")
+    gradus_flush()
+    set(gradus_node "${name}")
+    set(gradus_fields "")
+    math(EXPR gradus_classes "${gradus_classes} + 1")
+  elseif(line MATCHES "^  ([^ ]+) ([A-Za-z0-9_]+)")
+    set(type "${CMAKE_MATCH_1}")
+    set(field "${CMAKE_MATCH_2}")
+    if(NOT type STREQUAL "using" AND NOT type MATCHES "SavedVariable" AND NOT field MATCHES "_released_$")
+      string(APPEND gradus_fields " FIELD(${field})")
+    endif()
+  endif()
+endforeach()
+gradus_flush()
+if(gradus_classes LESS 100 OR NOT gradus_table MATCHES "NODE\\(RollBackward0, FIELD\\(dims\\) FIELD\\(shifts\\)\\)")
+  message(FATAL_ERROR
+    "[plane/grad] node classes with their saved fields are required in ${gradus_functions}; got ${gradus_classes} "
+    "classes, in a form that gradus/plane/grad/saved_numbers.cmake cannot read")
+endif()
+file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/saved_numbers.inc" CONTENT "@gradus_table@" @ONLY)
