@@ -1,15 +1,14 @@
 #include <gradus/persample/engine/sample_gradients.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/api/include/torch/nn/module.h>
 
@@ -18,40 +17,38 @@
 #include <gradus/base/memory_tracker.h>
 #include <gradus/base/names.h>
 #include <gradus/base/rng.h>
-#include <gradus/persample/engine/internal/fixed_randomness.h>
+#include <gradus/persample/engine/internal/examination.h>
+#include <gradus/persample/engine/internal/mixing.h>
 #include <gradus/persample/graph/analysis.h>
 #include <gradus/persample/graph/term.h>
-#include <gradus/persample/vmap/loop.h>
+#include <gradus/persample/vmap/set_aside_gradients.h>
 #include <gradus/persample/vmap/vmap.h>
 
 namespace gradus::persample {
 
 namespace {
 
-// A parameter whose gradient is this small beside the whole gradient is compared with that:
-// rounding is all there is of it (the bias of attention's keys).
-constexpr double kNegligible = 1e-2;
-// Losses of examples that nothing changed may differ by this, relatively, by another order of sums.
-constexpr double kUnchanged = 1e-5;
-constexpr std::size_t kChangedExamples = 2;
-// Examples that vmap takes at once where memory is not tracked.
-constexpr std::int64_t kUntrackedChunk = 32;
+// A proved program is looked at again at this use of it, and at each that is as many times as far.
+constexpr std::int64_t kFirstGlance = 64;
+constexpr std::int64_t kGlanceFactor = 4;
+// So many programs of a family are examined before others are taken to be like them.
+constexpr std::int64_t kExaminedPrograms = 8;
+// Programs that are remembered.
+constexpr std::size_t kPrograms = 4096;
 
-std::string join_names(const std::set<std::string>& names) {
-  std::string all;
-  for (const std::string& name : names) all += (all.empty() ? "" : ", ") + name;
-  return all;
+bool same_values(const Batch& one, const Batch& other) {
+  for (std::size_t i = 0; i < one.size(); ++i) {
+    if (!one[i].equal(other[i])) return false;
+  }
+  return true;
 }
 
-double norm_of(const at::Tensor& tensor) {
-  const at::Tensor values = tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor;
-  return values.to(at::kDouble).norm().item<double>();
-}
-
-at::Tensor one_hot(std::int64_t example, std::int64_t examples) {
-  at::Tensor weights = at::zeros({examples}, at::kDouble);
-  weights[example] = 1;
-  return weights;
+std::vector<std::int64_t> versions_of(const Batch& batch) {
+  std::vector<std::int64_t> versions;
+  for (const at::Tensor& tensor : batch) {
+    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+  }
+  return versions;
 }
 
 }  // namespace
@@ -77,13 +74,7 @@ class SampleGradients::State {
         formed_(graph_.parameters().size()) {}
 
   at::Tensor backward(const LossFunction& loss, const Batch& batch);
-  void backward(const at::Tensor& losses) {
-    check_module();
-    check_examples(losses.dim() == 1 ? losses.size(0) : 0);
-    graph_.set_skipped({});
-    graph_.set_examples_checked(options_.graph.examples_checked);
-    graph_.backward(losses);
-  }
+  void backward(const at::Tensor& losses);
 
   std::int64_t examples() const { return std::max(examples_, graph_.examples()); }
   const std::vector<NamedParameter>& parameters() const { return graph_.parameters(); }
@@ -118,16 +109,39 @@ class SampleGradients::State {
     formed_.at(index) = at::Tensor();
   }
   bool wanted(std::size_t index) const { return parameters().at(index).tensor.requires_grad(); }
+  // What a backward() call of so many examples needs.
+  void check(std::int64_t examples) const {
+    check_module();
+    check_examples(examples);
+  }
 
  private:
-  // How each parameter of one program is computed.
-  struct Verdict {
-    std::vector<Engine> engines{};
-    bool proved = true;  // by numbers: else the next batch is examined too
+  // What is known of one program: a structure of the graph, for one example or for several.
+  struct Known {
+    internal::Verdict verdict{};
+    std::int64_t uses = 0;
+    std::int64_t next_look = 1;  // at this use
+    std::int64_t looks = 0;
+    std::set<std::size_t> spoke{};  // parameters that were silent when looked at, and then were not
+  };
+  // What is known of the programs of one family. A model of packed sequences has one for each set
+  // of lengths.
+  struct Family {
+    std::int64_t programs = 0;
+    std::int64_t next_examined = 1;  // the program of this number
+    internal::Verdict verdict{};     // the last that was proved
+    std::int64_t proofs = 0;
+    bool alike = true;  // all of them gave the same engines
+  };
+  // The program of some losses.
+  struct Program {
+    std::uint64_t key = 0;
+    std::uint64_t family = 0;
+    std::vector<bool> reached{};  // by parameter
   };
 
-  void log(const std::string& line) const {
-    if (options_.log) options_.log("[persample] " + line);
+  void log(const std::string& line) {
+    if (options_.log && logged_.insert(line).second) options_.log("[persample] " + line);
   }
   bool has_graph(std::size_t index) const { return graph_.examples() > 0 && graph_.uses(index); }
   void check_module() const;
@@ -137,30 +151,42 @@ class SampleGradients::State {
                  " examples as in the earlier backward() call is required; got ", examples,
                  ": call clear() between batches");
   }
-  const Verdict& examine(const LossFunction& loss, const Batch& batch, std::uint64_t structure);
-  // False if nothing could be told.
-  bool check_mixing(const LossFunction& loss, const Batch& batch,
-                    const std::function<std::string()>& where) const;
-  std::vector<std::size_t> mismatches(const std::vector<std::vector<at::Tensor>>& got,
-                                      const std::vector<at::Tensor>& want,
-                                      const std::vector<std::size_t>& of) const;
-  std::vector<at::Tensor> by(Engine engine, const std::vector<NamedParameter>& parameters,
-                             const LossFunction& loss, const Batch& batch) const;
-  void add_formed(Engine engine, const Verdict& verdict, const LossFunction& loss,
-                  const Batch& batch);
-  std::vector<std::int64_t> checked(const at::Tensor& losses) const;
-  double tolerance(const at::Tensor& parameter) const {
-    const at::ScalarType type = c10::toRealValueType(parameter.scalar_type());
-    if (type == at::kDouble) return options_.tolerance_float64;
-    return type == at::kFloat ? options_.tolerance_float32 : options_.tolerance_16bit;
+  void check_reached(const std::vector<bool>& reached) const;
+  std::vector<at::Tensor> tensors() const {
+    std::vector<at::Tensor> all;
+    for (const NamedParameter& parameter : parameters()) all.push_back(parameter.tensor);
+    return all;
   }
+  std::vector<bool> reached_by(const Graph& graph) const;
+  Program program_of(const at::Tensor& losses) const;
+  at::Tensor losses_of(const LossFunction& loss, const Batch& batch);
+  void check_whole(bool needed) const;
+  internal::Verdict examined(Known& known, const LossFunction& loss, const Batch& batch,
+                             const std::vector<bool>& reached);
+  void look(Known& known, const LossFunction& loss, const Batch& batch,
+            const std::vector<bool>& reached);
+  static void learn(Family& family, const internal::Verdict& verdict);
+  void remember(const Batch& batch);
+  bool speaks(Known& known) const;
+  void run_graph(const at::Tensor& losses);
+  void compute(internal::Verdict& verdict, at::Tensor losses, const LossFunction& loss,
+               const Batch& batch);
+  void add_formed(Engine engine, const internal::Verdict& verdict, const LossFunction& loss,
+                  const Batch& batch);
 
   SampleOptions options_;
   std::shared_ptr<torch::nn::Module> module_;
   GraphGradients graph_;
   std::vector<at::Tensor> formed_;  // of vmap and the loop, [B, *shape]
   std::int64_t examples_ = 0;
-  std::map<std::uint64_t, Verdict> verdicts_;
+  std::map<std::uint64_t, Known> known_;
+  std::map<std::uint64_t, Family> families_;
+  std::optional<Batch> other_;  // an example of another batch, for batches of one
+  std::optional<bool>
+      changes_batch_;     // the loss writes to its batch; unknown before the first call
+  bool spoiled_ = false;  // this call's batch was written to
+  bool reaches_ = false;  // the loss of one example reached a parameter
+  std::set<std::string> logged_;
 };
 
 void SampleGradients::State::check_module() const {
@@ -174,100 +200,270 @@ void SampleGradients::State::check_module() const {
   }
 }
 
-// Examples to compare with the loop, spread over those whose loss is a number.
-std::vector<std::int64_t> SampleGradients::State::checked(const at::Tensor& losses) const {
-  std::vector<std::int64_t> finite;
-  for (std::int64_t i = 0; i < losses.size(0); ++i) {
-    if (std::isfinite(losses[i].item<double>())) finite.push_back(i);
+void SampleGradients::State::check_reached(const std::vector<bool>& reached) const {
+  bool any = false, wants = false;
+  for (std::size_t i = 0; i < reached.size(); ++i) {
+    wants = wants || wanted(i);
+    any = any || reached[i];
   }
-  std::vector<std::int64_t> indices;
-  const auto last = static_cast<std::int64_t>(finite.size()) - 1;
-  const std::int64_t count = std::min(options_.checked_examples, last + 1);
-  for (std::int64_t i = 0; i < count; ++i) {
-    indices.push_back(finite[static_cast<std::size_t>(count == 1 ? 0 : i * last / (count - 1))]);
+  GRADUS_CHECK("persample", any || !wants,
+               "losses with a graph to at least one parameter that wants a gradient are required; "
+               "got losses that reach none of the ",
+               parameters().size(),
+               ": they are detached, computed under NoGradGuard, or of another model's parameters");
+}
+
+std::vector<bool> SampleGradients::State::reached_by(const Graph& graph) const {
+  std::vector<bool> reached(parameters().size(), false);
+  for (const std::int64_t parameter : graph.parameter) {
+    if (parameter >= 0) reached[static_cast<std::size_t>(parameter)] = true;
   }
-  return indices;
+  return reached;
+}
+
+SampleGradients::State::Program SampleGradients::State::program_of(const at::Tensor& losses) const {
+  const Graph graph = read_graph(losses, tensors());
+  const std::uint64_t alone = losses.size(0) == 1 ? 1 : 0;  // nothing follows for several
+  return {.key = 2 * structure_of(graph) + alone,
+          .family = 2 * family_of(graph) + alone,
+          .reached = reached_by(graph)};
+}
+
+// A loss may write to its batch (x.div_(255)). It then gets copies, so that each call sees the
+// batch as it was, and so does the caller.
+at::Tensor SampleGradients::State::losses_of(const LossFunction& loss, const Batch& batch) {
+  const std::int64_t examples = count_examples(batch);
+  const bool copied = changes_batch_.value_or(true);
+  Batch given = batch;
+  if (copied) {
+    for (at::Tensor& tensor : given) {
+      if (!tensor.requires_grad()) tensor = tensor.detach().clone();
+    }
+  }
+  const std::vector<std::int64_t> versions = versions_of(given);
+  at::Tensor losses = loss(given);
+  const bool changed = versions_of(given) != versions;
+  if (!changes_batch_) {
+    changes_batch_ = changed || !same_values(given, batch);
+  } else if (changed) {
+    spoiled_ = spoiled_ || !copied;
+    changes_batch_ = true;
+  }
+  if (losses.defined() && losses.dim() == 0 && examples == 1) losses = losses.unsqueeze(0);
+  GRADUS_CHECK("persample",
+               losses.defined() && losses.dim() == 1 && losses.size(0) == examples &&
+                   losses.is_floating_point(),
+               "a loss function that gives one loss an example, shape [", examples,
+               "], is required; got ", base::describe_tensor(losses),
+               ": reduce over all but dimension 0 (cross_entropy with reduction=none, then a mean "
+               "over each example's own elements)");
+  return losses;
+}
+
+void SampleGradients::State::check_whole(bool needed) const {
+  GRADUS_CHECK(
+      "persample", !spoiled_ || !needed,
+      "a loss function that writes to its batch in each call or in none is required; got "
+      "one that did so now and not in its first call, so that the batch as it was is gone: "
+      "clone what it writes to. The next call gets copies");
 }
 
 at::Tensor SampleGradients::State::backward(const LossFunction& loss, const Batch& batch) {
-  check_module();
   const std::int64_t examples = count_examples(batch);
-  check_examples(examples);
   at::AutoGradMode grad(true);
-  const auto losses_of = [&] {
-    at::Tensor losses = loss(batch);
-    if (losses.dim() == 0 && examples == 1) losses = losses.unsqueeze(0);
-    GRADUS_CHECK(
-        "persample", losses.dim() == 1 && losses.size(0) == examples && losses.is_floating_point(),
-        "a loss function that gives one loss an example, shape [", examples, "], is required; got ",
-        base::describe_tensor(losses),
-        ": reduce over all but dimension 0 (cross_entropy with reduction=none, then a mean "
-        "over each example's own elements)");
-    return losses;
-  };
+  spoiled_ = false;
   if (options_.engine == Engine::vmap || options_.engine == Engine::loop) {
-    Verdict all{.engines = std::vector<Engine>(parameters().size(), options_.engine)};
+    if (!reaches_) {
+      at::Tensor one = internal::with_same_draws(loss)(examples_at(batch, {0}));
+      check_reached(reached_by(read_graph(one.reshape({-1}), tensors())));
+      reaches_ = true;
+    }
+    internal::Verdict all{.engines = std::vector<Engine>(parameters().size(), options_.engine)};
     add_formed(options_.engine, all, loss, batch);
     examples_ = examples;
     const at::NoGradGuard no_grad;
-    return losses_of().detach();
+    return losses_of(loss, batch).detach();
   }
   const base::RngState before = base::RngState::capture();
-  at::Tensor losses = losses_of();
-  if (examples == 1) {  // its gradient is the gradient
-    const at::Tensor result = losses.detach();
-    graph_.set_skipped({});
-    graph_.backward(losses);
-    examples_ = examples;
-    return result;
+  at::Tensor losses = losses_of(loss, batch);
+  const Program program = program_of(losses);
+  check_reached(program.reached);
+  if (known_.size() >= kPrograms && !known_.contains(program.key)) known_.clear();
+  Known& known = known_[program.key];
+  Family& family = families_[program.family];
+  const bool is_new = ++known.uses == 1;
+  const bool adopted = is_new && ++family.programs < family.next_examined && family.alike;
+  if (adopted) {
+    known.verdict = family.verdict;
+    known.next_look = kFirstGlance;
   }
-  const auto structure_now = [&] {
-    std::vector<at::Tensor> tensors;
-    for (const NamedParameter& parameter : parameters()) tensors.push_back(parameter.tensor);
-    return structure_of(read_graph(losses, tensors));
-  };
-  const std::uint64_t structure = structure_now();
-  auto known = verdicts_.find(structure);
-  if (known == verdicts_.end()) {
+  bool looked = known.uses >= known.next_look;
+  const auto look_now = [&] {
+    looked = true;
+    check_whole(true);
     losses = at::Tensor();  // two graphs at once might not fit
-    examine(loss, batch, structure);
-    known = verdicts_.find(structure);
+    look(known, loss, batch, program.reached);
+    if (is_new) learn(family, known.verdict);
     before.restore();
-    losses = losses_of();
-  }
-  const Verdict& verdict = known->second;
+    losses = losses_of(loss, batch);
+  };
+  if (looked) look_now();
   const at::Tensor result = losses.detach();
-  const bool any_graph =
-      std::count(verdict.engines.begin(), verdict.engines.end(), Engine::graph) > 0;
-  if (any_graph) {
-    std::vector<bool> skipped;
-    for (const Engine engine : verdict.engines) skipped.push_back(engine != Engine::graph);
-    graph_.set_skipped(std::move(skipped));
-    graph_.set_examples_checked(options_.check_mixing || options_.graph.examples_checked);
-    graph_.backward(losses);
+  const bool first = this->examples() == 0;
+  try {
+    compute(known.verdict, std::move(losses), loss, batch);
+  } catch (const MemoryLimitError&) {
+    throw;
+  } catch (const UserError&) {
+    if (!adopted || !first) throw;
+    clear();  // the family's engines do not take this one
+    known.verdict = {};
+    look_now();
+    compute(known.verdict, std::move(losses), loss, batch);
   }
-  losses = at::Tensor();
-  for (const Engine engine : {Engine::vmap, Engine::loop}) {
-    add_formed(engine, verdict, loss, batch);
+  if (!looked && first && speaks(known)) {
+    check_whole(true);
+    const std::vector<Engine> used = known.verdict.engines;
+    known.verdict = examined(known, loss, batch, program.reached);
+    if (known.verdict.engines != used) {
+      clear();
+      const base::RngGuard after;
+      before.restore();
+      compute(known.verdict, losses_of(loss, batch), loss, batch);
+    }
   }
-  if (!verdict.proved) verdicts_.erase(known);
   examples_ = examples;
   return result;
 }
 
-std::vector<at::Tensor> SampleGradients::State::by(Engine engine,
-                                                   const std::vector<NamedParameter>& parameters,
-                                                   const LossFunction& loss,
-                                                   const Batch& batch) const {
-  if (engine == Engine::loop) return loop_gradients(parameters, loss, batch);
-  // Sizing passes by measured bytes would start the memory tracker in a program that has none.
-  if (base::MemoryTracker::installed() == nullptr) {
-    return vmap_gradients(parameters, loss, batch, {.chunk = kUntrackedChunk});
+void SampleGradients::State::backward(const at::Tensor& losses) {
+  graph_.set_skipped({});
+  graph_.set_examples_checked(options_.graph.examples_checked);
+  const bool first = examples() == 0;
+  const auto uses_any = [&] {
+    for (std::size_t i = 0; i < parameters().size(); ++i) {
+      if (graph_.uses(i)) return true;
+    }
+    return false;
+  };
+  if (!losses.requires_grad()) check_reached(std::vector<bool>(parameters().size(), false));
+  run_graph(losses);
+  if (first && !uses_any()) {
+    // Something must have come of it: the graph below is freed, its nodes are not.
+    check_reached(reached_by(read_graph(losses, tensors())));
   }
-  return vmap_gradients(parameters, loss, batch, {.memory_bytes = options_.vmap_bytes});
 }
 
-void SampleGradients::State::add_formed(Engine engine, const Verdict& verdict,
+// The whole of what is known of a program on this batch.
+internal::Verdict SampleGradients::State::examined(Known& known, const LossFunction& loss,
+                                                   const Batch& batch,
+                                                   const std::vector<bool>& reached) {
+  const internal::Subject subject{.parameters = parameters(),
+                                  .options = options_,
+                                  .loss = loss,
+                                  .batch = batch,
+                                  .reached = reached,
+                                  .number = known.looks,
+                                  .log = [this](const std::string& line) { log(line); }};
+  internal::Verdict verdict = count_examples(batch) == 1
+                                  ? internal::examine_alone(subject, other_ ? &*other_ : nullptr)
+                                  : internal::examine(subject);
+  ++known.looks;
+  std::erase_if(verdict.silent, [&](std::size_t i) { return known.spoke.contains(i); });
+  return verdict;
+}
+
+// A verdict that numbers did not prove is looked at again, ever less often: a parameter that is
+// never used proves nothing. A proved one only at a glance.
+void SampleGradients::State::look(Known& known, const LossFunction& loss, const Batch& batch,
+                                  const std::vector<bool>& reached) {
+  known.next_look = known.uses + 1;  // if this one fails
+  if (known.verdict.proved) {
+    internal::glance({.parameters = parameters(),
+                      .options = options_,
+                      .loss = loss,
+                      .batch = batch,
+                      .reached = reached,
+                      .number = known.uses},
+                     other_ ? &*other_ : nullptr);
+    known.next_look = kGlanceFactor * known.uses;
+  } else {
+    known.verdict = examined(known, loss, batch, reached);
+    known.next_look =
+        known.verdict.proved ? std::max(kFirstGlance, kGlanceFactor * known.uses) : 2 * known.uses;
+  }
+  remember(batch);
+}
+
+// A family's first programs are all examined. If their verdicts were the same, later ones take
+// that, and ever fewer are examined: whose gradient is where is measured in each program anyway.
+void SampleGradients::State::learn(Family& family, const internal::Verdict& verdict) {
+  if (verdict.proved) {
+    family.alike =
+        family.alike && (family.proofs == 0 || family.verdict.engines == verdict.engines);
+    family.verdict = verdict;
+    ++family.proofs;
+  }
+  family.next_examined =
+      family.proofs < kExaminedPrograms ? family.programs + 1 : kGlanceFactor * family.programs;
+}
+
+void SampleGradients::State::remember(const Batch& batch) { other_ = examples_at(batch, {0}); }
+
+// A parameter whose gradients were all zero when the program was looked at has one now.
+bool SampleGradients::State::speaks(Known& known) const {
+  std::vector<at::Tensor> norms;
+  std::vector<std::size_t> of;
+  for (const std::size_t i : known.verdict.silent) {
+    if (known.verdict.engines[i] != Engine::graph || !has_graph(i)) continue;
+    norms.push_back(graph_.norms(i));
+    of.push_back(i);
+  }
+  if (norms.empty()) return false;
+  const at::Tensor most = at::stack(norms).amax(1).cpu();
+  bool any = false;
+  for (std::size_t i = 0; i < of.size(); ++i) {
+    if (most[static_cast<std::int64_t>(i)].item<double>() == 0) continue;  // true for NaN
+    known.spoke.insert(of[i]);
+    any = true;
+  }
+  return any;
+}
+
+void SampleGradients::State::run_graph(const at::Tensor& losses) {
+  std::vector<at::Tensor> wanted_tensors;
+  for (std::size_t i = 0; i < parameters().size(); ++i) {
+    if (wanted(i)) wanted_tensors.push_back(parameters()[i].tensor);
+  }
+  const SetAsideGradients aside(std::move(wanted_tensors));
+  graph_.backward(losses);
+  GRADUS_CHECK(
+      "persample", !aside.any(),
+      "a backward pass that leaves .grad alone is required; got one that adds to it itself "
+      "(a checkpoint that runs backward() inside): use the call with a loss function, which "
+      "computes that by the loop");
+}
+
+void SampleGradients::State::compute(internal::Verdict& verdict, at::Tensor losses,
+                                     const LossFunction& loss, const Batch& batch) {
+  if (std::count(verdict.engines.begin(), verdict.engines.end(), Engine::graph) > 0) {
+    std::vector<bool> skipped;
+    for (const Engine engine : verdict.engines) skipped.push_back(engine != Engine::graph);
+    graph_.set_skipped(std::move(skipped));
+    graph_.set_examples_checked(options_.check_mixing || options_.graph.examples_checked);
+    run_graph(losses);
+  }
+  losses = at::Tensor();
+  try {
+    add_formed(Engine::vmap, verdict, loss, batch);
+  } catch (const Unsupported& error) {
+    log(error.what());
+    std::replace(verdict.engines.begin(), verdict.engines.end(), Engine::vmap, Engine::loop);
+  }
+  add_formed(Engine::loop, verdict, loss, batch);
+}
+
+void SampleGradients::State::add_formed(Engine engine, const internal::Verdict& verdict,
                                         const LossFunction& loss, const Batch& batch) {
   std::vector<NamedParameter> of;
   std::vector<std::size_t> place;
@@ -277,191 +473,14 @@ void SampleGradients::State::add_formed(Engine engine, const Verdict& verdict,
     place.push_back(i);
   }
   if (of.empty()) return;
-  const std::vector<at::Tensor> gradients = by(engine, of, loss, batch);
+  check_whole(true);
+  const std::vector<at::Tensor> gradients =
+      internal::gradients_by(engine, of, loss, batch, options_);
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < of.size(); ++i) {
     at::Tensor& sum = formed_[place[i]];
     sum = sum.defined() ? sum + gradients[i] : gradients[i];
   }
-}
-
-// Parameters of @p of whose rows got[example][parameter] differ from want[parameter][example].
-std::vector<std::size_t> SampleGradients::State::mismatches(
-    const std::vector<std::vector<at::Tensor>>& got, const std::vector<at::Tensor>& want,
-    const std::vector<std::size_t>& of) const {
-  std::vector<std::size_t> wrong;
-  for (std::size_t example = 0; example < got.size(); ++example) {
-    double total = 0;
-    for (const at::Tensor& each : want) {
-      if (!each.defined()) continue;
-      const double norm = norm_of(each[static_cast<std::int64_t>(example)]);
-      total += norm * norm;
-    }
-    for (const std::size_t i : of) {
-      if (!want[i].defined()) continue;
-      const at::Tensor expected = want[i][static_cast<std::int64_t>(example)];
-      const double scale = norm_of(expected) + kNegligible * std::sqrt(total);
-      const double error = norm_of(got[example][i] - expected);
-      const bool equal = error <= tolerance(parameters()[i].tensor) * scale;  // false for NaN
-      if (!equal && std::find(wrong.begin(), wrong.end(), i) == wrong.end()) wrong.push_back(i);
-    }
-  }
-  return wrong;
-}
-
-bool SampleGradients::State::check_mixing(const LossFunction& loss, const Batch& batch,
-                                          const std::function<std::string()>& where) const {
-  const at::Tensor losses = loss(batch).detach();
-  const auto examples = static_cast<std::size_t>(losses.size(0));
-  bool proved = true;
-  for (std::size_t changed = 0; changed < std::min(kChangedExamples, examples); ++changed) {
-    // Another example's values are ones that the model takes.
-    const auto at = static_cast<std::int64_t>(changed);
-    Batch other;
-    for (const at::Tensor& tensor : batch) other.push_back(tensor.detach().clone());
-    bool differs = false;
-    for (std::int64_t from = losses.size(0) - 1; from >= 0 && !differs; --from) {
-      if (from == at) continue;
-      for (std::size_t i = 0; i < batch.size(); ++i) {
-        other[i][at].copy_(batch[i].detach()[from]);
-        differs = differs || !other[i][at].equal(batch[i].detach()[at]);
-      }
-    }
-    at::Tensor now;
-    try {
-      now = loss(other).detach();
-    } catch (const c10::Error& error) {
-      log(base::join("the loss does not take example ", at,
-                     " replaced by another, so that mixing "
-                     "was not looked for: ",
-                     error.what_without_backtrace()));
-      continue;
-    }
-    proved = proved && differs;
-    const at::Tensor difference = (now - losses).abs().to(at::kDouble);
-    const at::Tensor sizes = losses.abs().to(at::kDouble).nan_to_num(0, 0, 0);
-    const at::Tensor bound = kUnchanged * (sizes + sizes.mean());
-    for (std::int64_t i = 0; i < losses.size(0); ++i) {
-      if (i == at) continue;
-      const double by = difference[i].item<double>();
-      if (!std::isfinite(by)) {
-        proved = false;
-        continue;
-      }
-      if (by <= bound[i].item<double>()) continue;
-      const std::string suspects = where();
-      GRADUS_CHECK("persample", by <= bound[i].item<double>(),
-                   "losses that depend on one example each are required; changing example ", at,
-                   " changes the loss of example ", i, " by ", by,
-                   suspects.empty() ? std::string()
-                                    : base::join("; operators that can mix them: ", suspects),
-                   ". Per-sample gradients and private training need a model without BatchNorm in "
-                   "training, permutations of the batch or statistics over it");
-    }
-  }
-  return proved;
-}
-
-const SampleGradients::State::Verdict& SampleGradients::State::examine(const LossFunction& loss,
-                                                                       const Batch& batch,
-                                                                       std::uint64_t structure) {
-  const std::size_t count = parameters().size();
-  Verdict verdict{.engines = std::vector<Engine>(count, Engine::graph)};
-  std::vector<std::size_t> all;
-  for (std::size_t i = 0; i < count; ++i) {
-    if (wanted(i)) all.push_back(i);
-  }
-  std::vector<std::int64_t> examples;
-  std::vector<std::size_t> wrong;
-  std::vector<at::Tensor> want;
-  bool drew = false;
-  // Copies, as a loss may change its batch; a permutation that the model draws must be the same one
-  // in each run.
-  const LossFunction with_same_draws = [&](const Batch& of) {
-    const base::RngGuard same_draws;
-    Batch copies;
-    for (const at::Tensor& tensor : of) copies.push_back(tensor.detach().clone());
-    return loss(copies);
-  };
-  if (options_.check_mixing) {
-    // With real draws: what a drawn branch or mask does is seen too.
-    verdict.proved = check_mixing(with_same_draws, batch, [&] {
-      const internal::FixedRandomness watched;
-      with_same_draws(batch);
-      return join_names(watched.suspects());
-    });
-  }
-  const internal::FixedRandomness fixed;
-  {
-    at::Tensor losses = with_same_draws(batch);
-    examples = checked(losses.detach());
-    if (options_.check_mixing && fixed.drew()) {
-      verdict.proved =
-          check_mixing(with_same_draws, batch, [&] { return join_names(fixed.suspects()); }) &&
-          verdict.proved;
-    }
-    verdict.proved = verdict.proved && (!examples.empty() || options_.checked_examples == 0);
-    if (!examples.empty()) {
-      GraphGradients scratch(parameters(), options_.graph);
-      scratch.set_examples_checked(options_.check_mixing || options_.graph.examples_checked);
-      std::vector<std::vector<at::Tensor>> got;
-      try {
-        scratch.backward(losses);
-        for (const std::int64_t example : examples) {
-          got.emplace_back();
-          for (std::size_t i = 0; i < count; ++i) {
-            got.back().push_back(scratch.weighted_sum(i, one_hot(example, scratch.examples())));
-          }
-        }
-      } catch (const c10::Error& error) {
-        log(base::join("the graph engine failed: ", error.what_without_backtrace()));
-        got.clear();
-      }
-      losses = at::Tensor();
-      want = loop_gradients(parameters(), loss, batch, {.examples = examples});
-      wrong = got.empty() ? all : mismatches(got, want, all);
-    }
-    drew = fixed.drew();
-  }
-  if (!wrong.empty()) {
-    std::set<std::string> names;
-    for (const std::size_t i : wrong) names.insert(parameters()[i].name);
-    GRADUS_CHECK("persample", !options_.strict && options_.engine != Engine::graph,
-                 "per-sample gradients equal to those of single examples are required; the graph "
-                 "engine differs at ",
-                 join_names(names),
-                 ": register a rule for its operator, or use Engine::automatic without strict");
-    // One pass of one engine draws the masks that all parameters share.
-    if (drew) wrong = all;
-    std::vector<NamedParameter> of;
-    for (const std::size_t i : wrong) of.push_back(parameters()[i]);
-    std::vector<std::size_t> still = wrong;
-    try {
-      Batch few = examples_at(batch, examples);
-      const std::vector<at::Tensor> rows = by(Engine::vmap, of, loss, few);
-      std::vector<std::vector<at::Tensor>> got(examples.size(), std::vector<at::Tensor>(count));
-      for (std::size_t e = 0; e < examples.size(); ++e) {
-        for (std::size_t i = 0; i < wrong.size(); ++i) {
-          got[e][wrong[i]] = rows[i][static_cast<std::int64_t>(e)];
-        }
-      }
-      still = mismatches(got, want, wrong);
-    } catch (const Unsupported& error) {
-      log(error.what());
-    } catch (const c10::Error& error) {
-      log(error.what_without_backtrace());
-    }
-    if (drew && !still.empty()) still = wrong;
-    for (const std::size_t i : wrong) verdict.engines[i] = Engine::vmap;
-    for (const std::size_t i : still) verdict.engines[i] = Engine::loop;
-    for (const std::size_t i : wrong) {
-      log(base::join(parameters()[i].name, ": the graph engine does not match single examples; ",
-                     verdict.engines[i] == Engine::vmap ? "computed by vmap"
-                                                        : "computed by the loop, one example at a "
-                                                          "time, which is slow"));
-    }
-  }
-  return verdicts_[structure] = verdict;
 }
 
 SampleGradients::SampleGradients(std::vector<NamedParameter> parameters, SampleOptions options)
@@ -474,6 +493,7 @@ SampleGradients::SampleGradients(std::shared_ptr<torch::nn::Module> module, Samp
 SampleGradients::~SampleGradients() = default;
 
 at::Tensor SampleGradients::backward(const LossFunction& loss, const Batch& batch) {
+  state_->check(count_examples(batch));  // before anything is lost
   try {
     return state_->backward(loss, batch);
   } catch (...) {
@@ -482,6 +502,7 @@ at::Tensor SampleGradients::backward(const LossFunction& loss, const Batch& batc
   }
 }
 void SampleGradients::backward(const at::Tensor& losses) {
+  state_->check(losses.dim() == 1 ? losses.size(0) : 0);
   try {
     state_->backward(losses);
   } catch (...) {
@@ -557,7 +578,7 @@ double noise_scale(const std::shared_ptr<torch::nn::Module>& module, const LossF
   double square_of_mean = 0;
   for (const at::Tensor& sum : table.weighted_sums(at::ones({examples}, at::kDouble) / count)) {
     if (!sum.defined()) continue;
-    const double norm = norm_of(sum);
+    const double norm = internal::norm_of(sum);
     square_of_mean += norm * norm;
   }
   const double trace = (mean_square - square_of_mean) * count / (count - 1);

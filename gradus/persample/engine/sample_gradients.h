@@ -30,14 +30,14 @@ struct SampleOptions {
   Engine engine = Engine::automatic;
   /// Examples of each new graph that are computed by the loop too and compared; 0 checks none.
   std::int64_t checked_examples = 2;
-  /// Relative difference from the loop that counts as equal, by dtype of the parameter.
+  /// Relative difference from the loop that counts as equal, by the coarsest dtype that took part.
   double tolerance_float64 = 1e-9;
   double tolerance_float32 = 1e-4;
   double tolerance_16bit = 5e-2;
   /// A parameter that does not match the loop is an error instead of falling back.
   bool strict = false;
-  /// Changes one example's inputs on each new graph and refuses models in which another's loss
-  /// changes.
+  /// Changes examples on each new graph, so that of each two either one changes alone, and refuses
+  /// models in which the loss of one that did not change does.
   bool check_mixing = true;
   GraphOptions graph{};
   /// Most working bytes of a vmap pass, where base::MemoryTracker is installed; 0 for no limit.
@@ -61,9 +61,11 @@ std::vector<NamedParameter> parameters_of(const torch::nn::Module& module);
 ///     std::vector<at::Tensor> clipped = table.weighted_sums(weights);
 ///
 /// On the first batch of each graph the loss is also computed for a few examples alone, and with
-/// one example changed: a model that mixes examples is refused by name, a parameter that the graph
-/// engine gets wrong falls back. What depends on the data of later batches only is not seen: this
-/// is a check of the program, not of each batch.
+/// some examples changed: a model that mixes examples is refused by name, a parameter that the
+/// graph engine gets wrong falls back. What that batch did not prove (weights that are zero hide
+/// what is behind them) is looked at again at its 2nd, 4th, 8th, ... batch, and once it has a
+/// gradient. What depends on the data of later batches only is seen by chance at best: this is a
+/// check of the program, not of each batch.
 class SampleGradients {
  public:
   explicit SampleGradients(std::vector<NamedParameter> parameters, SampleOptions options = {});
@@ -74,11 +76,13 @@ class SampleGradients {
   SampleGradients& operator=(const SampleGradients&) = delete;
 
   /// Computes the losses of @p batch and each example's gradient, and adds those to the table.
+  /// A loss that writes to its batch gets copies.
   /// @return The losses, [B], without graph.
-  /// @throws UserError if examples mix, or under `strict` a parameter does not match the loop.
+  /// @throws UserError if examples mix, the losses reach no parameter that wants a gradient, or
+  /// under `strict` a parameter does not match the loop.
   at::Tensor backward(const LossFunction& loss, const Batch& batch);
   /// The same for losses [B] that are there already: by the graph engine alone, and what it cannot
-  /// tell is an error.
+  /// tell is an error, as is a backward pass that adds to .grad itself.
   void backward(const at::Tensor& losses);
 
   std::int64_t examples() const;

@@ -1,6 +1,7 @@
 #include <gradus/persample/engine/sample_gradients.h>
 
 #include <limits>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -187,22 +188,31 @@ TEST_F(SampleGradientsTest, CustomFunctionsNeedNoRule) {
 }
 
 TEST_F(SampleGradientsTest, AWrongRuleIsFoundOutAndTheParameterFallsBack) {
-  register_rule("ErfcBackward0", [](const NodeUse& use) -> std::optional<std::vector<OperandTerm>> {
-    std::vector<OperandTerm> terms;
-    terms.push_back(
-        {use.shared[0], std::make_unique<FormedTerm>(use.gradients[0].unsqueeze(1).clone())});
-    return terms;
-  });
+  const auto asked = std::make_shared<int>(0);  // a rule outlives its test
+  register_rule(
+      "Atan2Backward0", [&](const NodeUse& use) -> std::optional<std::vector<OperandTerm>> {
+        ++*asked;
+        std::vector<OperandTerm> terms;
+        terms.push_back(
+            {use.shared[0], std::make_unique<FormedTerm>(use.gradients[0].unsqueeze(1).clone())});
+        return terms;
+      });
   auto w = doubles({1}).requires_grad_();
   nn::Linear layer(6, 6);
   layer->to(at::kDouble);
   auto parameters = parameters_of(*layer);
   parameters.push_back({"w", w});
-  // expand first, so that the wrong rule's node has the examples
   const LossFunction loss = [&](const Batch& b) {
-    return by_example(layer(b[0]).square()) * at::special_erfc(w.expand({b[0].size(0)}) * 1.0);
+    return at::atan2(by_example(layer(b[0]).square()), w);
   };
   expect_equals_loop(parameters, loss, {doubles({4, 6})});
+  EXPECT_GT(*asked, 0);
+  EXPECT_EQ(lines, std::vector<std::string>{"[persample] w: the graph engine does not match single "
+                                            "examples; computed by vmap"});
+  options.strict = true;
+  EXPECT_THAT(
+      error_of([&] { SampleGradients(parameters, options).backward(loss, {doubles({4, 6})}); }),
+      HasSubstr("the graph engine differs at w"));
 }
 
 TEST_F(SampleGradientsTest, DropoutIsCheckedAndDrawnOncePerExample) {  // P22

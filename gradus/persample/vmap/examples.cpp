@@ -50,9 +50,13 @@ at::Tensor summed_loss(const at::Tensor& loss, std::int64_t examples) {
   GRADUS_CHECK("persample", at::isFloatingType(loss.scalar_type()),
                "the loss must be of a real floating dtype; got ", loss.scalar_type());
   const bool by_example = loss.dim() == 1 && loss.size(0) == examples;
+  const bool by_batch = loss.dim() == 1 && examples == 1;
   GRADUS_CHECK("persample", by_example || (loss.dim() == 0 && examples == 1),
                "the loss function must give one loss an example, shape [", examples,
-               "]; got shape ", loss.sizes(), ". Leave out the mean over the batch");
+               "]; got shape ", loss.sizes(),
+               by_batch ? ". If it uses a tensor that holds one row for each example of the batch, "
+                          "pass that in the batch too instead of capturing it"
+                        : ". Leave out the mean over the batch");
   return loss.sum();
 }
 

@@ -9,6 +9,7 @@
 #include <gradus/base/error.h>
 #include <gradus/base/rng.h>
 #include <gradus/persample/vmap/internal/random_streams.h>
+#include <gradus/persample/vmap/set_aside_gradients.h>
 
 namespace gradus::persample {
 
@@ -39,6 +40,7 @@ std::vector<at::Tensor> loop_gradients(const std::vector<NamedParameter>& parame
   }
   if (wanted.empty()) return gradients;
 
+  SetAsideGradients aside(wanted);
   std::optional<base::RngGuard> restored;
   if (options.seed) restored.emplace();
   for (std::int64_t row = 0; row < examples; ++row) {
@@ -54,6 +56,10 @@ std::vector<at::Tensor> loop_gradients(const std::vector<NamedParameter>& parame
     for (std::size_t i = 0; i < wanted.size(); ++i) {
       // add_, not copy_: it takes sparse gradients as well.
       if (own[i].defined()) gradients[places[i]].select(0, row).add_(own[i]);
+      // What the pass added by itself is a part of the gradient, as in a plain backward().
+      if (const at::Tensor inside = aside.take(i); inside.defined()) {
+        gradients[places[i]].select(0, row).add_(inside);
+      }
     }
   }
   return gradients;

@@ -24,8 +24,9 @@ struct LoopOptions {
 ///
 /// @return For each parameter a dense tensor [B, *shape] on its device and of its dtype, row i the
 /// gradient of example i's loss (zeros where the loss does not use it); undefined for a parameter
-/// that wants no gradient. Leaves .grad alone. Works under at::NoGradGuard too. What @p loss
-/// changes elsewhere (running statistics) it changes once an example.
+/// that wants no gradient. Leaves .grad alone; what the backward pass itself adds there (a
+/// checkpoint that runs backward() inside) is counted in. Works under at::NoGradGuard too. What @p
+/// loss changes elsewhere (running statistics) it changes once an example.
 /// @throws UserError on a malformed batch, parameter or loss; what @p loss throws passes.
 std::vector<at::Tensor> loop_gradients(const std::vector<NamedParameter>& parameters,
                                        const LossFunction& loss, const Batch& batch,

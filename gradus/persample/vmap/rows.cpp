@@ -9,7 +9,9 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <gradus/base/error.h>
+#include <gradus/base/memory_tracker.h>
 #include <gradus/persample/vmap/internal/layers.h>
+#include <gradus/persample/vmap/set_aside_gradients.h>
 
 namespace gradus::persample {
 namespace {
@@ -64,8 +66,12 @@ class Rows {
           continue;
         } catch (const c10::OutOfMemoryError&) {
           throw;
+        } catch (const MemoryLimitError&) {
+          throw;
         } catch (const c10::Error&) {
           batched = false;  // a formula that cannot be batched: run alone, it says if it is broken
+        } catch (const UserError&) {
+          batched = false;  // such as a recomputation, which finds other operators than it recorded
         }
       }
       const auto given = backward(losses_, wanted_, one_hot(first, 1).squeeze(0));
@@ -111,7 +117,12 @@ std::vector<at::Tensor> row_gradients(const at::Tensor& losses,
     places.push_back(k);
   }
   if (wanted.empty()) return gradients;
+  const SetAsideGradients aside(wanted);
   std::vector<at::Tensor> found = Rows(losses, std::move(wanted)).run(options);
+  GRADUS_CHECK(
+      "persample", !aside.any(),
+      "a backward pass that leaves .grad alone is required; got one that adds to it itself "
+      "(a checkpoint that runs backward() inside): use loop_gradients()");
   for (std::size_t i = 0; i < places.size(); ++i) gradients[places[i]] = std::move(found[i]);
   return gradients;
 }

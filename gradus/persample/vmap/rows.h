@@ -25,8 +25,8 @@ struct RowOptions {
 /// passes.
 /// @param losses  Shape [B], with its graph.
 /// @return As loop_gradients(). Leaves .grad alone.
-/// @throws UserError if @p losses has another shape or no graph, rows_at_once < 1, or a functorch
-/// transform is active.
+/// @throws UserError if @p losses has another shape or no graph, rows_at_once < 1, a functorch
+/// transform is active, or the pass adds to .grad itself.
 std::vector<at::Tensor> row_gradients(const at::Tensor& losses,
                                       const std::vector<NamedParameter>& parameters,
                                       const RowOptions& options = {});

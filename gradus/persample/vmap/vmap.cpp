@@ -20,6 +20,7 @@
 #include <gradus/persample/vmap/internal/example_transform.h>
 #include <gradus/persample/vmap/internal/layers.h>
 #include <gradus/persample/vmap/internal/random_streams.h>
+#include <gradus/persample/vmap/set_aside_gradients.h>
 
 namespace gradus::persample {
 namespace {
@@ -53,29 +54,6 @@ Wanted wanted_of(const std::vector<NamedParameter>& parameters) {
   }
   return wanted;
 }
-
-// Sees whether the loss made a .grad, of functorch's tensors, and takes it away again.
-class UntouchedGradients {
- public:
-  explicit UntouchedGradients(const std::vector<at::Tensor>& parameters) {
-    for (const at::Tensor& parameter : parameters) {
-      if (!parameter.grad().defined()) without_.push_back(parameter);
-    }
-  }
-  ~UntouchedGradients() {
-    for (const at::Tensor& parameter : without_) parameter.mutable_grad().reset();
-  }
-  UntouchedGradients(const UntouchedGradients&) = delete;
-  UntouchedGradients& operator=(const UntouchedGradients&) = delete;
-
-  bool changed() const {
-    return std::any_of(without_.begin(), without_.end(),
-                       [](const at::Tensor& parameter) { return parameter.grad().defined(); });
-  }
-
- private:
-  std::vector<at::Tensor> without_;
-};
 
 class Engine {
  public:
@@ -203,28 +181,55 @@ class Engine {
     for (const std::int64_t index : indices) seeds.push_back(example_seed(seed_, index));
 
     const at::AutoGradMode grad_mode(true);
-    std::vector<at::Tensor> given, singles;
-    for (const at::Tensor& input : inputs) singles.push_back(input.unsqueeze(1));  // batches of one
-    {
-      const UntouchedGradients untouched(wanted_.tensors);
-      internal::Layers layers(examples, /*with_grad=*/true);
-      std::unordered_map<c10::TensorImpl*, at::Tensor> stand_ins;
-      for (const at::Tensor& tensor : wanted_.tensors) {
-        stand_ins.emplace(tensor.unsafeGetTensorImpl(), layers.stand_in(tensor));
-      }
-      Batch example;
-      for (const at::Tensor& input : singles) {
-        example.push_back(layers.wrapped(layers.batched(input)));
-      }
-      const auto transform = std::make_shared<internal::ExampleTransform>(
-          layers, std::move(stand_ins), internal::RandomStreams(std::move(seeds)));
-      const plane::op::Guard guard = plane::op::push(plane::op::Order::transform, transform);
-      given = backward(*transform, example);
-      if (untouched.changed()) {
-        throw Unsupported("", "the loss function calls backward(): use torch::autograd::grad");
-      }
+    std::vector<at::Tensor> given;
+    try {
+      given = in_layers(inputs, std::move(seeds));
+    } catch (const Unsupported&) {
+      throw;
+    } catch (const MemoryLimitError&) {
+      throw;
+    } catch (const UserError& error) {
+      if (!right_alone()) throw;
+      throw Unsupported("", base::join("one example alone is as it should be, there it is not (",
+                                       error.what(), ")"));
     }
     return dense(given, examples);
+  }
+
+  std::vector<at::Tensor> in_layers(const Batch& inputs, std::vector<std::uint64_t> seeds) {
+    const std::int64_t examples = inputs[0].size(0);
+    std::vector<at::Tensor> singles;
+    for (const at::Tensor& input : inputs) singles.push_back(input.unsqueeze(1));  // batches of one
+    const SetAsideGradients aside(wanted_.tensors);
+    internal::Layers layers(examples, /*with_grad=*/true);
+    std::unordered_map<c10::TensorImpl*, at::Tensor> stand_ins;
+    for (const at::Tensor& tensor : wanted_.tensors) {
+      stand_ins.emplace(tensor.unsafeGetTensorImpl(), layers.stand_in(tensor));
+    }
+    Batch example;
+    for (const at::Tensor& input : singles) {
+      example.push_back(layers.wrapped(layers.batched(input)));
+    }
+    const auto transform = std::make_shared<internal::ExampleTransform>(
+        layers, std::move(stand_ins), internal::RandomStreams(std::move(seeds)));
+    const plane::op::Guard guard = plane::op::push(plane::op::Order::transform, transform);
+    std::vector<at::Tensor> given = backward(*transform, example);
+    if (aside.any()) {
+      throw Unsupported("", "the loss function calls backward(): use torch::autograd::grad");
+    }
+    return given;
+  }
+
+  // True if the loss is one for one example alone. Then the program is innocent of a wrong shape
+  // that it has here: a rule of functorch takes the example dimension for one of the operator's.
+  bool right_alone() const {
+    try {
+      const base::RngGuard generators;
+      summed_loss(loss_(examples_at(batch_, {0})), 1);
+      return true;
+    } catch (const std::exception&) {
+      return false;
+    }
   }
 
   std::vector<at::Tensor> backward(internal::ExampleTransform& transform, const Batch& example) {

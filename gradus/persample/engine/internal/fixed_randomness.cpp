@@ -15,17 +15,6 @@ const std::set<std::string_view> kFills{
     "aten::exponential_", "aten::log_normal_", "aten::cauchy_",   "aten::normal",
     "aten::uniform"};
 
-const std::set<std::string_view> kMixers{"aten::flip",     "aten::roll",
-                                         "aten::index",    "aten::index_select",
-                                         "aten::gather",   "aten::take",
-                                         "aten::sort",     "aten::cumsum",
-                                         "aten::randperm", "aten::native_batch_norm",
-                                         "aten::mean",     "aten::std",
-                                         "aten::var",      "aten::var_mean",
-                                         "aten::std_mean", "aten::amax",
-                                         "aten::_softmax", "aten::logsumexp",
-                                         "aten::rot90",    "aten::as_strided"};
-
 bool is_random(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::nondeterministic_seeded);
 }
@@ -36,7 +25,6 @@ class FixedRandomness::Handler final : public plane::op::Handler {
  public:
   void call(plane::op::Call& call) override {
     call.proceed();
-    if (kMixers.contains(call.name())) suspects.emplace(call.name());
     if (call.frame() == plane::op::Frame::composite || !is_random(call.op())) return;
     drew = true;
     if (!kFills.contains(call.name())) {
@@ -51,7 +39,6 @@ class FixedRandomness::Handler final : public plane::op::Handler {
   }
 
   std::set<std::string> still_random{};
-  std::set<std::string> suspects{};
   bool drew = false;
 };
 
@@ -63,6 +50,5 @@ const std::set<std::string>& FixedRandomness::still_random() const {
   return handler_->still_random;
 }
 bool FixedRandomness::drew() const { return handler_->drew; }
-const std::set<std::string>& FixedRandomness::suspects() const { return handler_->suspects; }
 
 }  // namespace gradus::persample::internal

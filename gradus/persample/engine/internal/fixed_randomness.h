@@ -10,7 +10,7 @@ namespace gradus::persample::internal {
 
 /// While it lives, operators that draw random numbers give constants (a Bernoulli draw 1, others
 /// 1/2), so that a batch and its examples alone can be compared; generators are put back at the
-/// end. Also remembers which operators ran that can mix examples, for messages.
+/// end.
 class [[nodiscard]] FixedRandomness {
  public:
   FixedRandomness();
@@ -19,8 +19,6 @@ class [[nodiscard]] FixedRandomness {
   const std::set<std::string>& still_random() const;
   /// True if any operator drew random numbers.
   bool drew() const;
-  /// Names of operators seen that are known to mix examples, such as "aten::flip".
-  const std::set<std::string>& suspects() const;
 
  private:
   class Handler;
