@@ -3,6 +3,7 @@
 #include <vector>
 
 #include <gradus/privacy/accountant/history.h>
+#include <gradus/privacy/accountant/ledger.h>
 #include <gradus/privacy/accountant/privacy_loss.h>
 
 namespace gradus::privacy {
@@ -37,36 +38,47 @@ struct AccountantOptions {
 /// 1).
 double epsilon_of(const History& history, double delta, const AccountantOptions& options = {});
 
-/// Delta of @p history at @p epsilon >= 0; in [0, 1]. Values below the least double give that. For
-/// kPrv it is PLD's, which is smaller: delta_of(epsilon_of(delta)) <= delta for each kind.
+/// Delta of @p history at @p epsilon >= 0; in [0, 1]. Values below the least double give that.
+/// delta_of(epsilon_of(delta)) <= delta for each kind. For kPrv it is the smaller of its own and
+/// PLD's.
 double delta_of(const History& history, double epsilon, const AccountantOptions& options = {});
 
-/// Keeps the history of one training run and answers what it has spent.
+/// Keeps the history of a training run and answers what it has spent.
 ///
 ///     Accountant accountant({.kind = AccountantKind::kRdp});
-///     accountant.add({.noise_multiplier = 1.1, .sample_rate = 256.0 / 60000.0});  // after each
-///     step double spent = accountant.epsilon(1e-5); state.history =
-///     accountant.history().entries();                             // save Accountant resumed({},
-///     History(state.history));                             // resume
+///     accountant.add({.noise_multiplier = 1.1, .sample_rate = 256.0 / 60000.0});  // at each step
+///     double spent = accountant.epsilon(1e-5);
+///     saved = accountant.ledger().records();
 ///
-/// Several threads may ask at once, while none adds.
+///     Accountant resumed({.kind = AccountantKind::kRdp});
+///     resumed.merge(saved);
+///
+/// What was counted stays counted. Copies go on by themselves: merged again, what both had when the
+/// copy was made counts once, and what each counted since adds up (Ledger). Several threads may ask
+/// at once, while none adds.
 class Accountant {
  public:
+  /// @param history  Released about the same data before: it counts.
   explicit Accountant(AccountantOptions options = {}, History history = {});
 
   /// @throws UserError as History::add.
-  void add(const GaussianSteps& steps) { history_.add(steps); }
+  void add(const GaussianSteps& steps) { ledger_.add(steps); }
+  /// Counts what @p others tell of and this does not know: Ledger::merge.
+  void merge(const std::vector<Releases>& others) { ledger_.merge(others); }
+  /// Ledger::rename_run.
+  void rename_run(const RunId& run) { ledger_.rename_run(run); }
 
   /// @throws UserError as epsilon_of.
-  double epsilon(double delta) const { return epsilon_of(history_, delta, options_); }
-  double delta(double epsilon) const { return delta_of(history_, epsilon, options_); }
+  double epsilon(double delta) const { return epsilon_of(history(), delta, options_); }
+  double delta(double epsilon) const { return delta_of(history(), epsilon, options_); }
 
-  const History& history() const { return history_; }
+  const History& history() const { return ledger_.total(); }
+  const Ledger& ledger() const { return ledger_; }
   const AccountantOptions& options() const { return options_; }
 
  private:
   AccountantOptions options_;
-  History history_;
+  Ledger ledger_;
 };
 
 }  // namespace gradus::privacy

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -64,6 +65,55 @@ TEST(AccountantTest, DeltaOfItsEpsilonIsWithinDelta) {
   for (const AccountantKind kind : kSampledKinds) {
     const double epsilon = epsilon_of(history, 1e-5, {.kind = kind});
     EXPECT_LE(delta_of(history, epsilon, {.kind = kind}), 1e-5 * (1.0 + 1e-5)) << name(kind);
+  }
+}
+
+// Neither rounding nor another grid for the way back may bring delta above what was asked for.
+TEST(AccountantTest, DeltaOfItsEpsilonIsWithinDeltaAtRandomAndExtremeArguments) {
+  struct Row {
+    double q = 0.0, sigma = 0.0;
+    std::int64_t steps = 0;
+    double delta = 0.0;
+  };
+  std::vector<Row> rows = {{1.81688e-6, 0.366682, 5, 3.00993e-13},
+                           {1e-6, 0.4, 1, 1e-12},
+                           {9.01258e-7, 1.729, 1, 1.5e-45},
+                           {1e-3, 1.0, 10, 1e-290},
+                           {1e-3, 1.0, 10, 1e-250},
+                           {0.3, 2.0, 3, 0.9}};
+  std::mt19937_64 random(3);
+  std::uniform_real_distribution<double> uniform(0.0, 1.0);
+  for (int i = 0; i < 12; ++i)
+    rows.push_back({std::pow(10.0, -6.0 * uniform(random)), 0.6 * std::pow(20.0, uniform(random)),
+                    static_cast<std::int64_t>(std::pow(10.0, 4.0 * uniform(random))),
+                    std::pow(10.0, -0.1 - (i % 4 == 0 ? 200.0 : 12.0) * uniform(random))});
+  for (const Row& row : rows) {
+    for (const AccountantKind kind :
+         {AccountantKind::kPld, AccountantKind::kRdp, AccountantKind::kGdpApproximation}) {
+      SCOPED_TRACE(::testing::Message() << name(kind) << " q " << row.q << " sigma " << row.sigma
+                                        << " steps " << row.steps << " delta " << row.delta);
+      const AccountantOptions options{.kind = kind, .pld = {.max_interval = 1e-3}};
+      const History history(
+          {{.noise_multiplier = row.sigma, .sample_rate = row.q, .steps = row.steps}});
+      EXPECT_LE(delta_of(history, epsilon_of(history, row.delta, options), options), row.delta);
+    }
+  }
+  const History history({{.noise_multiplier = 0.9, .sample_rate = 0.05, .steps = 40}});
+  for (const double delta : {1e-3, 1e-9}) {
+    const AccountantOptions prv{.kind = AccountantKind::kPrv};
+    EXPECT_LE(delta_of(history, epsilon_of(history, delta, prv), prv), delta);
+  }
+}
+
+TEST(AccountantTest, WhoIsHardlyEverDrawnNeedsNoNoise) {
+  // The chance to be in a batch at all, 2e-7, bounds what can be learned.
+  const History rare({{.noise_multiplier = 0.1, .sample_rate = 1e-7, .steps = 2}});
+  for (const AccountantKind kind :
+       {AccountantKind::kPld, AccountantKind::kPrv, AccountantKind::kRdp}) {
+    EXPECT_EQ(epsilon_of(rare, 3e-7, {.kind = kind}), 0.0) << name(kind);
+    EXPECT_GT(epsilon_of(rare, 1e-7, {.kind = kind}), 1.0) << name(kind);
+    if (kind == AccountantKind::kPrv) continue;  // its delta is the smaller of this and another
+    EXPECT_LE(delta_of(rare, 0.5, {.kind = kind}), 2e-7) << name(kind);
   }
 }
 

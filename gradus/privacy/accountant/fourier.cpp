@@ -10,9 +10,8 @@ namespace gradus::privacy::internal {
 using Complex = std::complex<double>;
 
 struct RealFourier::Plans {
-  explicit Plans(std::size_t half) : forward(half, false), inverse(half, true) {}
+  explicit Plans(std::size_t half) : forward(half, false) {}
   kissfft<double> forward;
-  kissfft<double> inverse;
 };
 
 RealFourier::RealFourier(std::size_t size)
@@ -39,14 +38,15 @@ std::vector<double> RealFourier::inverse(const std::vector<Complex>& coefficient
     const Complex even = 0.5 * (coefficients[k] + mirrored);
     const Complex odd =
         0.5 * (coefficients[k] - mirrored) * std::polar(1.0, turn * static_cast<double>(k));
-    packed[k] = even + Complex(-odd.imag(), odd.real());
+    // Conjugate, before and after: the inverse transform by the forward one's plan.
+    packed[k] = std::conj(even + Complex(-odd.imag(), odd.real()));
   }
-  plans_->inverse.transform(packed.data(), places.data());
+  plans_->forward.transform(packed.data(), places.data());
   std::vector<double> out(size_);
   const double scale = 1.0 / static_cast<double>(half);
   for (std::size_t k = 0; k < half; ++k) {
     out[2 * k] = scale * places[k].real();
-    out[2 * k + 1] = scale * places[k].imag();
+    out[2 * k + 1] = -scale * places[k].imag();
   }
   return out;
 }

@@ -57,4 +57,13 @@ void History::add(const History& other) {
   for (const GaussianSteps& entry : entries) add(entry);
 }
 
+bool History::operator==(const History& other) const {
+  // Entries are distinct, so that as many equal ones are all.
+  return entries_.size() == other.entries_.size() &&
+         std::all_of(entries_.begin(), entries_.end(), [&](const GaussianSteps& entry) {
+           return std::find(other.entries_.begin(), other.entries_.end(), entry) !=
+                  other.entries_.end();
+         });
+}
+
 }  // namespace gradus::privacy

@@ -38,7 +38,8 @@ class History {
   const std::vector<GaussianSteps>& entries() const { return entries_; }
   std::int64_t steps() const { return steps_; }  ///< Of all entries.
 
-  bool operator==(const History&) const = default;
+  /// Whatever the order of entries.
+  bool operator==(const History& other) const;
 
  private:
   std::vector<GaussianSteps> entries_;

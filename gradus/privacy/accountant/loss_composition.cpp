@@ -85,16 +85,6 @@ double LossComposition::tilt_for_delta(double log_delta) const {
   return milder_tilt(std::exp(best) / deviation_, log_delta, loss_at(best));
 }
 
-double LossComposition::tilt_for_epsilon(double epsilon) const {
-  const double loss = epsilon - offset_;
-  const auto level_at = [&](double u) {
-    const double lambda = std::exp(u) / deviation_;
-    return log_moment(lambda) - lambda * loss;
-  };
-  const double best = least_argument(std::log(1e-3), std::log(1e3), kEvaluations, level_at);
-  return milder_tilt(std::exp(best) / deviation_, level_at(best), loss);
-}
-
 LossWindow LossComposition::window(double lambda) const {
   const double at_tilt = log_moment(lambda);
   const auto bound = [&](double sign) {
@@ -200,7 +190,7 @@ double ComposedLoss::epsilon(double log_delta) const {
   return std::max(0.0, here + offset_ + std::log1p(ratio));
 }
 
-double ComposedLoss::log_delta(double epsilon) const {
+double ComposedLoss::log_estimate(double epsilon) const {
   const double reference = epsilon - offset_;
   const auto unit = [&](double loss) { return std::exp(-lambda_ * (loss - reference)); };
   const double top =
@@ -215,10 +205,18 @@ double ComposedLoss::log_delta(double epsilon) const {
   }
   double delta = reference < top ? above - std::expm1(reference - here) * discounted : 0.0;
   delta = std::max(delta, 0.0) * (1.0 + slack_);
+  return delta > 0.0 ? log_moment_ - lambda_ * reference + std::log(delta) : -kInfinity;
+}
+
+double ComposedLoss::log_delta(double epsilon) const {
+  const double reference = epsilon - offset_;
+  const double top =
+      static_cast<double>(first_ + static_cast<std::int64_t>(tilted_.size()) - 1) * step_;
   LogSum sum;
-  if (delta > 0.0) sum.add(log_moment_ - lambda_ * reference + std::log(delta));
-  if (!complete_above_ || reference < top)
-    sum.add(log_moment_ - lambda_ * std::min(top, reference) + std::log(kOutside));
+  sum.add(log_estimate(epsilon));
+  // What the window lost above is above the loss asked about, too.
+  if (!complete_above_)
+    sum.add(log_moment_ - lambda_ * std::max(top, reference) + std::log(kOutside));
   if (infinite_mass_ > 0.0) sum.add(std::log(infinite_mass_));
   return std::min(0.0, sum.log());
 }

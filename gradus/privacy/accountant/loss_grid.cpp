@@ -24,6 +24,16 @@ constexpr std::array<Node, 3> kThree = {{{0.0, 0.88888888888888888889},
                                          {-0.77459666924148337704, 0.55555555555555555556},
                                          {0.77459666924148337704, 0.55555555555555555556}}};
 
+// Gauss-Legendre with 2 points.
+constexpr std::array<Node, 2> kTwo = {
+    {{-0.57735026918962576451, 1.0}, {0.57735026918962576451, 1.0}}};
+
+// -(exp(u) - 1), where |u| is at most a step: mostly small.
+double minus_expm1(double u) {
+  if (std::abs(u) > 1e-3) return -std::expm1(u);
+  return -u * (1.0 + u / 2.0 * (1.0 + u / 3.0 * (1.0 + u / 4.0 * (1.0 + u / 5.0))));
+}
+
 // Calls visit(mass, loss) for the points of a quadrature of P over [low, high].
 template <typename Visit>
 void integrate(const LossCurve& curve, double low, double high, const Visit& visit) {
@@ -35,11 +45,14 @@ void integrate(const LossCurve& curve, double low, double high, const Visit& vis
       const double middle = low + half * static_cast<double>(2 * i + 1);
       for (const Node& node : nodes) {
         const double x = middle + half * node.place;
-        visit(half * node.weight * std::exp(curve.log_density(x)), curve.loss(x));
+        const double loss = curve.loss(x);
+        visit(half * node.weight * std::exp(curve.log_density(x, loss)), loss);
       }
     }
   };
-  if (2.0 * half < 0.08 * width)
+  if (2.0 * half < 0.004 * width)
+    over(kTwo);
+  else if (2.0 * half < 0.08 * width)
     over(kThree);
   else
     over(kFive);
@@ -66,6 +79,7 @@ LossCurve::LossCurve(double sample_rate, double noise_multiplier, Adjacency adja
       sigma_(noise_multiplier),
       log_q_(std::log(sample_rate)),
       log_not_q_(std::log1p(-sample_rate)),
+      log_peak_(-std::log(noise_multiplier) - kLogSqrtTwoPi),
       sign_(adjacency == Adjacency::kRemove ? 1.0 : -1.0) {}
 
 double LossCurve::loss(double x) const {
@@ -75,9 +89,9 @@ double LossCurve::loss(double x) const {
   return sign_ * (t > 600.0 ? log1p_exp(log_q_ + t) : std::log1p(q_ * std::expm1(t)));
 }
 
-double LossCurve::log_density(double x) const {
+double LossCurve::log_density(double x, double loss) const {
   const double z = x / sigma_;
-  return -0.5 * z * z - std::log(sigma_) - kLogSqrtTwoPi + (sign_ > 0.0 ? loss(x) : 0.0);
+  return -0.5 * z * z + log_peak_ + (sign_ > 0.0 ? loss : 0.0);
 }
 
 double LossCurve::inverse(double loss) const {
@@ -150,7 +164,7 @@ LossGrid connect_dots(const LossCurve& curve, double step, double log_tail) {
                   double below = 0.0, above = 0.0;
                   integrate(curve, from, to, [&](double mass, double loss) {
                     // a + b = 1 and a e^-point + b e^-(point + step) = e^-loss.
-                    const double share = std::clamp(-std::expm1(point - loss) / full, 0.0, 1.0);
+                    const double share = std::clamp(minus_expm1(point - loss) / full, 0.0, 1.0);
                     above += mass * share;
                     below += mass * (1.0 - share);
                   });

@@ -2,15 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <utility>
 
 #include <gradus/base/error.h>
-#include <gradus/privacy/accountant/internal/log_space.h>
+#include <gradus/privacy/accountant/internal/privacy_curve.h>
 
 namespace gradus::privacy {
 namespace {
 
 constexpr const char* kComponent = "privacy_accountant";
 constexpr double kLeastNoise = 1e-3;
+constexpr double kMargin = 1e-8;  // of delta, as epsilon_of leaves
+constexpr double kOpen = 1e300;
 
 void check(const PrivacyBudget& budget, const NoiseSearchOptions& options) {
   GRADUS_CHECK(kComponent, budget.epsilon > 0.0 && std::isfinite(budget.epsilon),
@@ -24,89 +28,86 @@ void check(const PrivacyBudget& budget, const NoiseSearchOptions& options) {
                "max_noise_multiplier must be finite and > 0; got ", options.max_noise_multiplier);
 }
 
-// A scale that keeps the budget and one that does not, with their epsilons.
+// How far a history is from the budget: about log(delta / budget.delta) at the budget's epsilon,
+// which is smooth where epsilon goes to 0 or to infinity. Sure in its sign, and near 0 in its size.
+struct Probe {
+  double excess = 0.0;
+  double epsilon = 0.0;
+
+  bool keeps() const { return excess <= 0.0; }
+};
+
+Probe probe_of(const History& history, const PrivacyBudget& budget,
+               const AccountantOptions& accountant, bool rough) {
+  const auto curve = rough ? internal::rough_curve_of(history, accountant)
+                           : internal::curve_of(history, accountant);
+  const double delta = budget.delta * (1.0 - kMargin);  // as epsilon_of
+  Probe probe{.epsilon = curve->epsilon(delta)};
+  const double excess = curve->log_delta_near(budget.epsilon, delta) - std::log(delta);
+  // Where batches are cut, a smaller epsilon than the budget's may be the one that is kept.
+  probe.excess = probe.epsilon <= budget.epsilon ? std::min(excess, 0.0) : std::max(excess, 1e-12);
+  return probe;
+}
+
+using ProbeAt = std::function<Probe(double)>;
+
+struct Place {
+  double x = 0.0;
+  Probe probe{};
+};
+
+// The ends between which the budget is just kept; a side that is not known yet is open.
 struct Bracket {
-  NoiseFound good;
-  NoiseFound bad;
+  std::optional<Place> bad = std::nullopt;   // below
+  std::optional<Place> good = std::nullopt;  // above
+
+  void take(double x, const Probe& probe) { (probe.keeps() ? good : bad) = Place{x, probe}; }
+  bool within(double width) const { return bad && good && good->x - bad->x <= width; }
 };
 
-class Search {
- public:
-  Search(const PrivacyBudget& budget, const std::function<History(double)>& history_of,
-         const NoiseSearchOptions& options)
-      : budget_(budget), history_of_(history_of), options_(options) {}
-
-  NoiseFound run() const {
-    // RDP is quick and mostly close: it tells where to look.
-    NoiseFound start{.noise_multiplier = std::min(1.0, options_.max_noise_multiplier)};
-    if (options_.accountant.kind == AccountantKind::kPld ||
-        options_.accountant.kind == AccountantKind::kPrv) {
-      NoiseSearchOptions rough = options_;
-      rough.accountant = {.kind = AccountantKind::kRdp};
-      rough.relative_tolerance = std::max(0.01, options_.relative_tolerance);
-      start = Search(budget_, history_of_, rough).refine_from(start.noise_multiplier, 2.0, false);
-      return refine_from(start.noise_multiplier, 1.1, true);
+// Closes in on where excess, falling in x, goes through 0: by secants from @p start, aimed a share
+// of @p width to alternate sides, so that both ends follow; halved where that does not shrink fast.
+// @p slope  A guess; better on return.
+Bracket close_in(const ProbeAt& at, double start, double& slope, double longest, double width,
+                 double least, double most) {
+  Bracket bracket;
+  Place last{start, at(start)};
+  bracket.take(last.x, last.probe);
+  double stride = longest, shortest = 0.4 * width;
+  double previous = kOpen, before_last = kOpen;  // widths of the bracket
+  for (int round = 0; round < 400 && !bracket.within(width); ++round) {
+    if (bracket.good && bracket.good->x <= least) break;  // even that keeps the budget
+    if (bracket.bad && bracket.bad->x >= most) break;     // nothing does
+    double x = last.x - last.probe.excess / slope;
+    if (bracket.bad && bracket.good) {
+      const double low = bracket.bad->x, high = bracket.good->x;
+      // Twice in a row less than halved: epsilon may have a step here, where secants are lost.
+      if (high - low > 0.25 * before_last) x = 0.5 * (low + high);
+      before_last = std::exchange(previous, high - low);
+      // Beyond the root as last seen, on the side that is farther from it.
+      x += (x - low > high - x ? -0.4 : 0.4) * width;
+      const double edge = std::min(0.3 * width, 0.25 * (high - low));
+      x = std::clamp(x, low + edge, high - edge);
+    } else {
+      // A wider stride each time, and past the root rather than short of it.
+      const double reach = std::abs(x - last.x) + shortest;
+      shortest *= 4.0;
+      x = last.x + (last.probe.keeps() ? -1.0 : 1.0) * std::min(reach, stride);
+      stride *= 2.0;
+      x = std::clamp(x, least, most);
     }
-    return refine_from(start.noise_multiplier, 2.0, true);
+    const Place next{x, at(x)};
+    const double steep = (next.probe.excess - last.probe.excess) / (next.x - last.x);
+    if (std::isfinite(steep) && steep < 0.0) slope = std::clamp(steep, 8.0 * slope, slope / 8.0);
+    bracket.take(next.x, next.probe);
+    last = next;
   }
+  return bracket;
+}
 
- private:
-  NoiseFound at(double scale) const {
-    History history = options_.spent;
-    history.add(history_of_(scale));
-    return {.noise_multiplier = scale,
-            .epsilon = epsilon_of(history, budget_.delta, options_.accountant)};
-  }
-  bool keeps(const NoiseFound& found) const { return found.epsilon <= budget_.epsilon; }
-
-  // Brackets by growing factors from start, and narrows. Unless required, the best known will do.
-  NoiseFound refine_from(double start, double factor, bool required) const {
-    Bracket bracket;
-    NoiseFound here = at(start);
-    const bool up = !keeps(here);
-    while (keeps(here) != up) {
-      (up ? bracket.bad : bracket.good) = here;
-      if (up && here.noise_multiplier >= options_.max_noise_multiplier) {
-        GRADUS_CHECK(
-            kComponent, !required, "noise must be able to keep epsilon <= ", budget_.epsilon,
-            " at delta ", budget_.delta, "; got epsilon ", here.epsilon,
-            " at the largest noise_multiplier, ", here.noise_multiplier,
-            ". Raise epsilon, delta, max_batch_size or max_noise_multiplier, or take fewer steps");
-        return here;
-      }
-      if (!up && here.noise_multiplier <= kLeastNoise) return here;
-      here = at(std::clamp(up ? here.noise_multiplier * factor : here.noise_multiplier / factor,
-                           kLeastNoise, options_.max_noise_multiplier));
-      factor *= factor;
-    }
-    (up ? bracket.good : bracket.bad) = here;
-    return narrow(bracket);
-  }
-
-  // Regula falsi on logarithms, kept off the ends; every third step halves.
-  NoiseFound narrow(Bracket bracket) const {
-    const double target = std::log(budget_.epsilon);
-    for (int i = 0; i < 200; ++i) {
-      const double low = std::log(bracket.bad.noise_multiplier);
-      const double high = std::log(bracket.good.noise_multiplier);
-      if (high - low <= std::log1p(options_.relative_tolerance)) break;
-      const double rise = std::log(bracket.bad.epsilon) - target;
-      const double fall = target - std::log(std::max(bracket.good.epsilon, 1e-300));
-      double share = i % 3 == 2 || !std::isfinite(rise) ? 0.5 : rise / (rise + fall);
-      // Aim past the root, on alternate sides, so that both ends close in on it.
-      const double nudge = 0.4 * options_.relative_tolerance / (high - low);
-      share = std::clamp(share + (i % 2 == 0 ? nudge : -nudge), 0.02 * (high - low > 0.05) + nudge,
-                         1.0 - 0.02 * (high - low > 0.05) - nudge);
-      const NoiseFound middle = at(std::exp(low + share * (high - low)));
-      (keeps(middle) ? bracket.good : bracket.bad) = middle;
-    }
-    return bracket.good;
-  }
-
-  const PrivacyBudget& budget_;
-  const std::function<History(double)>& history_of_;
-  const NoiseSearchOptions& options_;
-};
+bool is_slow(AccountantKind kind) {
+  return kind == AccountantKind::kPld || kind == AccountantKind::kPrv;
+}
 
 }  // namespace
 
@@ -120,7 +121,43 @@ NoiseFound find_noise_multiplier(const PrivacyBudget& budget,
                  "the steps already taken must keep epsilon <= ", budget.epsilon, " at delta ",
                  budget.delta, "; got ", spent, ". Raise the budget");
   }
-  return Search(budget, history_of, options).run();
+  // Over the logarithm of the noise.
+  const auto noise_at = [&](double x) {
+    return std::min(std::exp(x), options.max_noise_multiplier);
+  };
+  const auto search = [&](bool rough) {
+    return [&, rough](double x) {
+      History history = options.spent;
+      history.add(history_of(noise_at(x)));
+      return probe_of(history, budget, options.accountant, rough);
+    };
+  };
+  const double least = std::log(std::min(kLeastNoise, options.max_noise_multiplier));
+  const double most = std::log(options.max_noise_multiplier);
+  const double width = std::log1p(options.relative_tolerance);
+  const NoiseFound none{.noise_multiplier = noise_at(least)};
+  History lightest = options.spent;
+  lightest.add(history_of(none.noise_multiplier));
+  // That an example is in any batch may be as rare as delta: then any noise will do.
+  if (is_upper_bound(options.accountant.kind) &&
+      internal::log_touched(lightest) <= std::log(budget.delta * (1.0 - kMargin)) &&
+      epsilon_of(lightest, budget.delta, options.accountant) == 0.0)
+    return none;
+  double start = std::min(0.0, most), slope = -3.0, stride = 1.0;
+  if (is_slow(options.accountant.kind)) {
+    // Quick curves tell where to look.
+    const Bracket rough =
+        close_in(search(true), start, slope, stride, std::max(3e-3, width), least, most);
+    start = rough.good ? rough.good->x : most;
+    stride = 0.02;
+  }
+  const Bracket found = close_in(search(false), start, slope, stride, width, least, most);
+  GRADUS_CHECK(
+      kComponent, found.good, "noise must be able to keep epsilon <= ", budget.epsilon,
+      " at delta ", budget.delta, "; got epsilon ", found.bad->probe.epsilon,
+      " at the largest noise_multiplier, ", options.max_noise_multiplier,
+      ". Raise epsilon, delta, max_batch_size or max_noise_multiplier, or take fewer steps");
+  return {.noise_multiplier = noise_at(found.good->x), .epsilon = found.good->probe.epsilon};
 }
 
 NoiseFound find_noise_multiplier(const PrivacyBudget& budget, const GaussianSteps& steps,
@@ -139,23 +176,43 @@ std::int64_t find_steps(const PrivacyBudget& budget, const GaussianSteps& step,
                         const NoiseSearchOptions& options) {
   check(budget, options);
   constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  const auto keeps = [&](std::int64_t steps) {
+  const auto at = [&](std::int64_t steps, bool rough) {
     History history = options.spent;
     GaussianSteps more = step;
     more.steps = steps;
     history.add(more);
-    return epsilon_of(history, budget.delta, options.accountant) <= budget.epsilon;
+    return probe_of(history, budget, options.accountant, rough);
   };
-  if (!keeps(1)) return 0;
-  std::int64_t good = 1, bad = 2;
-  while (keeps(bad)) {
-    good = bad;
-    if (good >= kMost) return kMost;
-    bad *= 2;
+  if (!at(1, false).keeps()) return 0;
+  if (at(kMost, false).keeps()) return kMost;
+  std::int64_t good = 1, bad = kMost;
+  // Over minus the logarithm of the steps, along which less and less is lost.
+  const double first = 0.0, last = -std::log(static_cast<double>(kMost));
+  if (is_slow(options.accountant.kind)) {
+    const auto steps_at = [&](double x) {
+      return std::clamp<std::int64_t>(std::llround(std::exp(-x)), 1, kMost);
+    };
+    double slope = -2.0;
+    const Bracket rough = close_in([&](double x) { return at(steps_at(x), true); },
+                                   -std::log(100.0), slope, 3.0, 1e-4, last, first);
+    // Around what the quick curve says, in strides that grow.
+    const std::int64_t guess = rough.good ? steps_at(rough.good->x) : 1;
+    for (std::int64_t stride = std::max<std::int64_t>(1, guess / 2000); bad - good > 1;
+         stride *= 8) {
+      const bool known_good = good > 1 && bad == kMost, known_bad = good == 1 && bad < kMost;
+      const std::int64_t next = std::clamp(
+          known_good ? good + stride : (known_bad ? bad - stride : guess), good + 1, bad - 1);
+      (at(next, false).keeps() ? good : bad) = next;
+      if (good > 1 && bad < kMost) break;
+    }
   }
   while (bad - good > 1) {
-    const std::int64_t middle = good + (bad - good) / 2;
-    (keeps(middle) ? good : bad) = middle;
+    // The mean of logarithms while both ends are far apart.
+    const double middle = bad / 2 > good
+                              ? std::sqrt(static_cast<double>(good) * static_cast<double>(bad))
+                              : 0.5 * (static_cast<double>(good) + static_cast<double>(bad));
+    const std::int64_t next = std::clamp(static_cast<std::int64_t>(middle), good + 1, bad - 1);
+    (at(next, false).keeps() ? good : bad) = next;
   }
   return good;
 }

@@ -1,6 +1,7 @@
 #include <gradus/privacy/accountant/noise_search.h>
 
 #include <cmath>
+#include <ctime>
 #include <random>
 
 #include <gmock/gmock.h>
@@ -122,6 +123,50 @@ TEST(NoiseSearchTest, FindsTheLastStepThatKeepsTheBudget) {
   EXPECT_EQ(find_steps(budget, {.noise_multiplier = 0.0, .sample_rate = 0.01}), 0);
   EXPECT_EQ(find_steps(budget, {.noise_multiplier = 1.0, .sample_rate = 0.0}),
             std::int64_t{1} << 40);
+}
+
+// Each of these took from eight seconds to minutes.
+TEST(NoiseSearchTest, IsQuickAndKeepsTheBudgetAtTheEndsOfItsArguments) {
+  struct Row {
+    double epsilon = 0.0, delta = 0.0, q = 0.0;
+    std::int64_t steps = 0, examples = 0, limit = 0;
+    double expected = 0.0;
+  };
+  for (const Row& row : {Row{3.0, 1e-5, 1e-5, 2, 0, 0, 0.17989},   // hardly ever drawn
+                         Row{3.0, 1e-5, 1e-7, 2, 0, 0, 1e-3},      // any noise will do
+                         Row{3.0, 1e-5, 1e-12, 1000, 0, 0, 1e-3},  //
+                         Row{3.0, 1e-5, 0.5, 5, 20, 20, 4.927},    // a step in epsilon
+                         Row{0.9, 1e-5, 0.5, 5, 20, 20, 5.4795},   //
+                         Row{0.114249, 7.96e-9, 2.92e-5, 175, 0, 0, 0.62157}}) {
+    SCOPED_TRACE(::testing::Message() << "q " << row.q << " steps " << row.steps << " limit "
+                                      << row.limit << " epsilon " << row.epsilon);
+    GaussianSteps steps{.sample_rate = row.q,
+                        .steps = row.steps,
+                        .dataset_size = row.examples,
+                        .max_batch_size = row.limit};
+    const std::clock_t start = std::clock();
+    const NoiseFound found =
+        find_noise_multiplier({.epsilon = row.epsilon, .delta = row.delta}, steps);
+    // Generous, for slow machines; it is about half a second at most.
+    EXPECT_LT(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 6.0);
+    EXPECT_LE(found.epsilon, row.epsilon);
+    EXPECT_NEAR(found.noise_multiplier / row.expected, 1.0, 2e-3);
+    steps.noise_multiplier = found.noise_multiplier;
+    EXPECT_EQ(epsilon_of(History({steps}), row.delta), found.epsilon);
+    if (row.expected == 1e-3) continue;
+    steps.noise_multiplier *= 1.0 - 2e-4;
+    EXPECT_GT(epsilon_of(History({steps}), row.delta), row.epsilon);
+  }
+}
+
+TEST(NoiseSearchTest, FindsTheLastStepByPrivacyLossesToo) {
+  const PrivacyBudget budget{.epsilon = 1.0, .delta = 1e-5};
+  GaussianSteps step{.noise_multiplier = 1.0, .sample_rate = 0.02};
+  const std::int64_t steps = find_steps(budget, step);
+  step.steps = steps;
+  EXPECT_LE(epsilon_of(History({step}), 1e-5), 1.0);
+  ++step.steps;
+  EXPECT_GT(epsilon_of(History({step}), 1e-5), 1.0);
 }
 
 TEST(NoiseSearchTest, RefusesValuesOutsideTheirRanges) {

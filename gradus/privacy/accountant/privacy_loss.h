@@ -6,7 +6,8 @@ class History;
 
 struct PldOptions {
   /// Distance of the grid's losses, > 0, at most. Taken smaller where the losses of one step are
-  /// small, larger where the grid would grow beyond 2^20 points.
+  /// small, larger where the grid would grow beyond 2^20 points and where that moves epsilon by
+  /// less than about 1e-7 of it (squared in max_interval / 1e-4).
   double max_interval = 1e-4;
 };
 

@@ -15,6 +15,7 @@ using internal::kInfinity;
 using internal::LogSum;
 
 constexpr const char* kComponent = "privacy_accountant";
+constexpr double kRounding = 0x1p-48;
 
 // log(A - 1) for an integer order, A = E[(p / q)^order]. The binomial weights sum to 1, so that
 // subtracting 1 term by term leaves only positive terms: small divergences keep all their digits.
@@ -173,8 +174,11 @@ RdpEpsilon rdp_epsilon(const std::vector<double>& orders, const std::vector<doub
   RdpEpsilon best{.epsilon = kInfinity, .order = orders.front()};
   for (std::size_t i = 0; i < orders.size(); ++i) {
     const double order = orders[i];
-    double epsilon = rdp[i] + std::log1p(-1.0 / order) - std::log(delta * order) / (order - 1.0);
-    if (delta * delta + std::expm1(-rdp[i]) >= 0.0) epsilon = 0.0;
+    const double log_delta = std::log(delta), log_order = std::log(order);
+    double epsilon = rdp[i] + std::log1p(-1.0 / order) - (log_delta + log_order) / (order - 1.0);
+    // Up by more than rounding takes here and in rdp_log_delta, which multiplies by order - 1.
+    epsilon += kRounding * (rdp[i] + (1.0 - log_delta + log_order) * (1.0 + 1.0 / (order - 1.0)));
+    if (delta * delta * (1.0 - 4.0 * kRounding) + std::expm1(-rdp[i]) >= 0.0) epsilon = 0.0;
     if (epsilon < best.epsilon) best = {.epsilon = epsilon, .order = order};
   }
   best.epsilon = std::max(best.epsilon, 0.0);

@@ -47,8 +47,9 @@ class DPMultiheadAttentionImpl : public torch::nn::Cloneable<DPMultiheadAttentio
   ///
   /// Unlike torch::nn's C++ layer it takes boolean and 3-D attention masks and a vdim that differs
   /// from kdim, as Python's does. A query that may see no key gets NaN, as there.
-  /// @param key_padding_mask  [B, S]: bool, true where a key is left out, or floating, added to the
-  ///   scores; none if undefined.
+  /// @param key_padding_mask  [B, S]: bool, true where a key is left out, or floating, which is
+  ///   added to the scores of all queries and heads (additive, as Python's): a key is left out by
+  ///   -infinity, not by 1. None if undefined.
   /// @param need_weights  Return the attention weights (after dropout); else an undefined tensor.
   /// @param attn_mask  [L, S], or [B * H, L, S] with a head's examples H apart: bool or floating,
   /// as

@@ -40,15 +40,9 @@ bool has_kernel(at::ScalarType type) {
 
 // From the least normal number to where 16 deviations would overflow.
 template <typename Value>
-std::pair<double, double> range() {
-  return {static_cast<double>(std::numeric_limits<Value>::min()),
-          static_cast<double>(std::numeric_limits<Value>::max()) / 16.0};
-}
-
-std::pair<double, double> range_of(at::ScalarType type) {
-  if (type == at::kDouble) return range<double>();
-  if (type == at::kHalf) return range<c10::Half>();
-  return type == at::kBFloat16 ? range<c10::BFloat16>() : range<float>();
+NoiseRange range() {
+  return {.least = static_cast<double>(std::numeric_limits<Value>::min()),
+          .most = static_cast<double>(std::numeric_limits<Value>::max()) / 16.0};
 }
 
 // Whether strides prove it: from the smallest on, each steps over all that those before reach.
@@ -81,7 +75,7 @@ void check(const at::Tensor& target, std::size_t index, double sigma) {
   GRADUS_CHECK(kComponent, std::isfinite(sigma) && sigma >= 0.0, "standard deviation ", index,
                " must be finite and >= 0; got ", sigma);
   // What the target rounds to zero or to infinity would be no noise at all.
-  const auto [least, most] = range_of(target.scalar_type());
+  const auto [least, most] = noise_range(target.scalar_type());
   GRADUS_CHECK(kComponent, sigma == 0.0 || (sigma >= least && sigma <= most), "standard deviation ",
                index, " must be 0 or from ", least, " to ", most, " for ", target.scalar_type(),
                "; got ", sigma, ". Scale the gradients, or use a wider type");
@@ -139,6 +133,14 @@ void put_buffer(const Job& job, bool add) {
 }
 
 }  // namespace
+
+NoiseRange noise_range(at::ScalarType type) {
+  GRADUS_CHECK(kComponent, has_kernel(type), "noise is float32, float64, bfloat16 or float16; got ",
+               type);
+  if (type == at::kDouble) return range<double>();
+  if (type == at::kHalf) return range<c10::Half>();
+  return type == at::kBFloat16 ? range<c10::BFloat16>() : range<float>();
+}
 
 NoiseGenerator NoiseGenerator::seeded(std::uint64_t seed, std::uint32_t stream) {
   return NoiseGenerator(internal::seeded_source(seed, stream, *internal::noise_kernels().front()));

@@ -23,6 +23,14 @@ struct NoiseState {
   bool operator==(const NoiseState&) const = default;
 };
 
+/// The standard deviations that a type of element can hold noise of.
+struct NoiseRange {
+  double least = 0.0;  ///< The least normal number.
+  double most = 0.0;   ///< A sixteenth of the largest.
+};
+/// @param type  float32, float64, bfloat16 or float16. @throws UserError on another.
+NoiseRange noise_range(at::ScalarType type);
+
 /// Normal and uniform noise for differentially private training.
 ///
 ///     auto noise = NoiseGenerator::secure();                 // or NoiseGenerator::seeded(7)
@@ -60,8 +68,8 @@ class NoiseGenerator {
   ///
   /// @param target  float32, float64, bfloat16 or float16, strided, any shape and device (noise is
   ///   made on the CPU), not overlapping itself. Its version is bumped; autograd does not see it.
-  /// @param standard_deviation  From the least normal number of the target's type to a sixteenth of
-  ///   its largest; or 0, which leaves the target as it is, bit for bit, and draws as much.
+  /// @param standard_deviation  In the noise_range() of the target's type; or 0, which leaves the
+  ///   target as it is, bit for bit, and draws as much.
   /// @throws UserError on anything else; then no target has changed and nothing is drawn.
   void add_gaussian_(const at::Tensor& target, double standard_deviation);
   void add_gaussian_(const std::vector<at::Tensor>& targets, double standard_deviation);

@@ -90,7 +90,8 @@ class DPOptimizer {
   using Batch = persample::Batch;
 
   /// @param optimizer  Outlives this. @param accountant  Told of each step before it is taken.
-  /// @throws UserError on an option out of its range; a parameter of the model that wants a
+  /// @throws UserError on an option out of its range, a threshold too small or too large
+  /// for its noise included; a parameter of the model that wants a
   /// gradient and is not the optimizer's, or the other way round (by name); an optimizer in
   /// backward.
   DPOptimizer(optim::Optimizer& optimizer, std::shared_ptr<torch::nn::Module> model,
@@ -139,12 +140,12 @@ class DPOptimizer {
   /// Which engine serves each parameter (SampleGradients::explain).
   std::vector<std::string> explain() const;
 
-  /// Steps, thresholds, noise generator (if seeded), history of the accountant, and the state of
-  /// the optimizer. @throws UserError inside a logical batch.
+  /// Steps, thresholds, noise generator (if seeded), releases by run, and the state of the
+  /// optimizer. @throws UserError inside a logical batch.
   StateEntries state() const;
-  /// The accountant never forgets: of each distinct entry of the history it keeps the larger of its
-  /// own count and the state's, so that going back, or a state without what was spent, lowers no
-  /// epsilon.
+  /// The accountant forgets nothing, and counts no release twice: what it holds stays, `spent`
+  /// included, and of the state is added what it did not know (gradus/privacy/accountant/ledger.h).
+  /// Steps taken after the state by a process that is gone are in no state: they are not counted.
   /// @throws UserError, with nothing changed, on the state of another sigma, clipping (any option)
   /// or expected batch size, of a seeded run for a secure one and vice versa, on an optimizer's
   /// state that is not finite, and as Optimizer::load_state.

@@ -110,26 +110,31 @@ TEST_F(DPOptimizerTest, EveryPolicyEqualsALoopOverExamples) {
   }
 }
 
-// P17, noise 0: the update does not depend on the micro-batches, and logical steps are counted.
-TEST_F(DPOptimizerTest, MicroBatchesOfAnySizeGiveTheSameUpdate) {
+// P17, noise 0: the update does not depend on the micro-batches or on what computes it, and logical
+// steps are counted.
+TEST_F(DPOptimizerTest, MicroBatchesOfAnySizeGiveTheSameUpdateByEveryEngine) {
   const persample::Batch rows = small_rows(8);
   for (const double noise : {0.0, 1.3}) {
-    std::vector<std::vector<at::Tensor>> updates, noises;
-    for (const std::int64_t size : {8, 4, 2, 1}) {
-      DPOptimizerOptions options = quiet();
-      options.noise_multiplier = noise;
-      Trial run(options);
-      for (std::int64_t step = 0; step < 2; ++step) {
-        for (std::int64_t begin = 0; begin < 8; begin += size) {
-          run.dp.accumulate(loss_of(run.model),
-                            {rows[0].narrow(0, begin, size), rows[1].narrow(0, begin, size)});
+    std::vector<std::vector<at::Tensor>> updates;
+    for (const auto engine : {persample::Engine::automatic, persample::Engine::graph,
+                              persample::Engine::vmap, persample::Engine::loop}) {
+      for (const std::int64_t size : {8, 4, 2, 1}) {
+        DPOptimizerOptions options = quiet();
+        options.noise_multiplier = noise;
+        options.sample.engine = engine;
+        Trial run(options);
+        for (std::int64_t step = 0; step < 2; ++step) {
+          for (std::int64_t begin = 0; begin < 8; begin += size) {
+            run.dp.accumulate(loss_of(run.model),
+                              {rows[0].narrow(0, begin, size), rows[1].narrow(0, begin, size)});
+          }
+          EXPECT_EQ(run.dp.examples(), 8);
+          run.dp.step();
         }
-        EXPECT_EQ(run.dp.examples(), 8);
-        run.dp.step();
+        EXPECT_EQ(run.accountant->history().steps(), 2);
+        EXPECT_EQ(run.dp.last_norms().numel(), 8);
+        updates.push_back(copies_of(run.model->parameters()));
       }
-      EXPECT_EQ(run.accountant->history().steps(), 2);
-      EXPECT_EQ(run.dp.last_norms().numel(), 8);
-      updates.push_back(copies_of(run.model->parameters()));
     }
     for (const auto& update : updates) EXPECT_LT(difference(update, updates[0]), 1e-12);
   }
@@ -724,27 +729,40 @@ TEST_F(DPOptimizerTest, AutocastCostsTheRoundingOfTheLayersAlone) {
   EXPECT_LT(std::sqrt(error / size), 0.03);  // a few units of bf16's 2^-8
 }
 
-// Virtual steps: memory is that of the micro-batch, however large the logical batch.
+// Virtual steps: 10,000 examples as 200 micro-batches of 50 take the memory of one micro-batch, and
+// what the logical batch must keep of them: their clipped sum and one norm an example.
 TEST_F(DPOptimizerTest, ALogicalBatchTakesTheMemoryOfItsMicroBatch) {
+  constexpr std::int64_t kMicroBatch = 50, kLogicalBatch = 10000;
   auto& tracker = base::MemoryTracker::install();
+  std::int64_t sums = 0;
+  // Bytes with parameters, gradients and data.
   const auto peak_of = [&](std::int64_t micro_batches) {
-    torch::nn::Sequential model(torch::nn::Linear(64, 256), torch::nn::ReLU(),
+    const std::int64_t before = tracker.live().total();
+    torch::nn::Sequential model(torch::nn::Linear(128, 256), torch::nn::ReLU(),
                                 torch::nn::Linear(256, 64));
-    Trial run({.noise_multiplier = 1.0, .expected_batch_size = 64.0, .seed = 1}, model);
-    const persample::Batch rows{torch::randn({16, 64})};
+    DPOptimizerOptions options{
+        .noise_multiplier = 1.0,
+        .expected_batch_size = static_cast<double>(kMicroBatch * micro_batches),
+        .seed = 1};
+    options.sample.graph.reproducible = true;  // counts operations: the same choices in both runs
+    Trial run(options, model);
+    const persample::Batch rows{torch::randn({kMicroBatch, 16, 128})};
     const auto loss = [&](const persample::Batch& batch) {
-      return model->forward(batch[0]).square().sum(1);
+      return model->forward(batch[0]).square().sum({1, 2});
     };
+    sums = 0;
+    for (const at::Tensor& each : model->parameters()) {
+      sums += static_cast<std::int64_t>(each.nbytes());
+    }
     run.dp.accumulate(loss, rows);  // what only the first batch of a graph takes
     run.dp.zero_grad();
-    const std::int64_t before = tracker.live().total();
     tracker.reset_peak();
     for (std::int64_t i = 0; i < micro_batches; ++i) run.dp.accumulate(loss, rows);
-    run.dp.step();
+    EXPECT_EQ(run.dp.step().examples, kMicroBatch * micro_batches);
     return tracker.peak().total() - before;
   };
-  const std::int64_t two = peak_of(2), many = peak_of(200);
-  EXPECT_LE(many, two + 200 * 16 * 2 * 8 + 4096);  // and a norm an example
+  const std::int64_t one = peak_of(1), all = peak_of(kLogicalBatch / kMicroBatch);
+  EXPECT_LE(all, one + sums + 8 * kLogicalBatch);
 }
 
 // P21: through the engine, whatever the layer is.

@@ -10,7 +10,7 @@
 #include <ATen/ops/full.h>
 
 #include <gradus/base/error.h>
-#include <gradus/privacy/accountant/history.h>
+#include <gradus/privacy/accountant/ledger.h>
 
 namespace gradus::privacy::internal {
 
@@ -42,20 +42,31 @@ void StateWriter::noise(const std::string& name, const NoiseGenerator& generator
   entries_.emplace_back(prefix_ + name, entry);
 }
 
-void StateWriter::history(const History& history) {
-  const auto n = static_cast<std::int64_t>(history.entries().size());
-  at::Tensor numbers = at::empty({n, 2}, at::kDouble), counts = at::empty({n, 3}, at::kLong);
+// Entries of all records in one table, each with the number of its record.
+void StateWriter::releases(const std::vector<Releases>& records) {
+  std::int64_t n = 0;
+  for (const Releases& record : records)
+    n += static_cast<std::int64_t>(record.history.entries().size());
+  at::Tensor runs = at::empty({static_cast<std::int64_t>(records.size()), 2}, at::kLong);
+  at::Tensor numbers = at::empty({n, 2}, at::kDouble), counts = at::empty({n, 4}, at::kLong);
+  auto* run = runs.mutable_data_ptr<std::int64_t>();
   auto* number = numbers.mutable_data_ptr<double>();
   auto* count = counts.mutable_data_ptr<std::int64_t>();
-  for (const GaussianSteps& entry : history.entries()) {
-    *number++ = entry.noise_multiplier;
-    *number++ = entry.sample_rate;
-    *count++ = entry.steps;
-    *count++ = entry.dataset_size;
-    *count++ = entry.max_batch_size;
+  for (std::size_t r = 0; r < records.size(); ++r) {
+    *run++ = std::bit_cast<std::int64_t>(records[r].run.high);
+    *run++ = std::bit_cast<std::int64_t>(records[r].run.low);
+    for (const GaussianSteps& entry : records[r].history.entries()) {
+      *number++ = entry.noise_multiplier;
+      *number++ = entry.sample_rate;
+      *count++ = static_cast<std::int64_t>(r);
+      *count++ = entry.steps;
+      *count++ = entry.dataset_size;
+      *count++ = entry.max_batch_size;
+    }
   }
-  entries_.emplace_back(prefix_ + "history.numbers", numbers);
-  entries_.emplace_back(prefix_ + "history.counts", counts);
+  entries_.emplace_back(prefix_ + "releases.runs", runs);
+  entries_.emplace_back(prefix_ + "releases.numbers", numbers);
+  entries_.emplace_back(prefix_ + "releases.counts", counts);
 }
 
 StateReader::StateReader(const StateEntries& entries) {
@@ -111,24 +122,38 @@ std::optional<NoiseState> StateReader::noise(const std::string& name, bool secur
                     .uniform_blocks = std::bit_cast<std::uint64_t>(words[3])};
 }
 
-History StateReader::history() {
-  const auto counts_entry = entries_.find("history.counts");
-  const std::int64_t n = counts_entry != entries_.end() && counts_entry->second.dim() == 2
-                             ? counts_entry->second.size(0)
-                             : 0;
-  const at::Tensor numbers = tensor("history.numbers", at::kDouble, {n, 2});
-  const at::Tensor counts = tensor("history.counts", at::kLong, {n, 3});
+std::int64_t StateReader::rows_of(const std::string& name) const {
+  const auto entry = entries_.find(name);
+  return entry != entries_.end() && entry->second.dim() == 2 ? entry->second.size(0) : 0;
+}
+
+std::vector<Releases> StateReader::releases() {
+  GRADUS_CHECK(kComponent, !entries_.contains("history.counts"),
+               "the state must say which run released what ('releases.runs'); it is of an older "
+               "format ('history.counts'), which does not tell its own releases from others. Start "
+               "a new run, and give that history as spent");
+  const std::int64_t records = rows_of("releases.runs"), n = rows_of("releases.counts");
+  const at::Tensor runs = tensor("releases.runs", at::kLong, {records, 2});
+  const at::Tensor numbers = tensor("releases.numbers", at::kDouble, {n, 2});
+  const at::Tensor counts = tensor("releases.counts", at::kLong, {n, 4});
+  std::vector<Releases> result;
+  const auto* run = runs.const_data_ptr<std::int64_t>();
+  for (std::int64_t r = 0; r < records; ++r, run += 2) {
+    result.push_back({.run = {.high = std::bit_cast<std::uint64_t>(run[0]),
+                              .low = std::bit_cast<std::uint64_t>(run[1])}});
+  }
   const auto* number = numbers.const_data_ptr<double>();
   const auto* count = counts.const_data_ptr<std::int64_t>();
-  History history;
-  for (std::int64_t i = 0; i < n; ++i, number += 2, count += 3) {
-    history.add({.noise_multiplier = number[0],
-                 .sample_rate = number[1],
-                 .steps = count[0],
-                 .dataset_size = count[1],
-                 .max_batch_size = count[2]});
+  for (std::int64_t i = 0; i < n; ++i, number += 2, count += 4) {
+    GRADUS_CHECK(kComponent, count[0] >= 0 && count[0] < records,
+                 "state 'releases.counts' must name one of ", records, " runs; got ", count[0]);
+    result[static_cast<std::size_t>(count[0])].history.add({.noise_multiplier = number[0],
+                                                            .sample_rate = number[1],
+                                                            .steps = count[1],
+                                                            .dataset_size = count[2],
+                                                            .max_batch_size = count[3]});
   }
-  return history;
+  return result;
 }
 
 StateEntries StateReader::under(const std::string& prefix) {

@@ -24,6 +24,8 @@ class ComposedLoss {
   double epsilon(double log_delta) const;
   /// log delta(epsilon), rounded up, at most 0.
   double log_delta(double epsilon) const;
+  /// The same without what stands for losses outside the window and the grids: no bound.
+  double log_estimate(double epsilon) const;
 
  private:
   friend class LossComposition;
@@ -51,9 +53,8 @@ class LossComposition {
  public:
   explicit LossComposition(std::vector<LossPart> parts);
 
-  /// The tilt for queries about losses with delta near exp(log_delta), or near a loss.
+  /// The tilt for queries about losses with delta near exp(log_delta).
   double tilt_for_delta(double log_delta) const;
-  double tilt_for_epsilon(double epsilon) const;
   /// What compose() has to hold at this tilt: Chernoff's bound leaves next to nothing outside.
   LossWindow window(double lambda) const;
   /// Adds up, by one Fourier transform a part and one back.

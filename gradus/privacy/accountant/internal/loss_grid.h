@@ -18,8 +18,8 @@ class LossCurve {
   LossCurve(double sample_rate, double noise_multiplier, Adjacency adjacency);
 
   double loss(double x) const;
-  /// log of the density of P at x.
-  double log_density(double x) const;
+  /// log of the density of P at x, where loss(x) is @p loss.
+  double log_density(double x, double loss) const;
   /// Where loss(x) is @p loss; -infinity or infinity where it never is.
   double inverse(double loss) const;
   /// P is outside [low, high] with at most exp(log_tail) on either side.
@@ -35,6 +35,7 @@ class LossCurve {
   double sigma_;
   double log_q_;
   double log_not_q_;  // -infinity where q is 1
+  double log_peak_;   // of N(0, sigma^2)
   double sign_;       // 1 for kRemove
 };
 

@@ -3,12 +3,13 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include <gradus/privacy/noise/noise.h>
 #include <gradus/privacy/training/state_entries.h>
 
 namespace gradus::privacy {
-class History;
+struct Releases;
 }
 
 namespace gradus::privacy::internal {
@@ -25,7 +26,7 @@ class StateWriter {
   void count(const std::string& name, std::int64_t value);
   void tensor(const std::string& name, const at::Tensor& value);
   void noise(const std::string& name, const NoiseGenerator& generator);
-  void history(const History& history);
+  void releases(const std::vector<Releases>& records);
 
  private:
   StateEntries& entries_;
@@ -45,7 +46,7 @@ class StateReader {
   /// The state of a seeded generator, or nothing where @p secure. @throws UserError if the state is
   /// of the other kind.
   std::optional<NoiseState> noise(const std::string& name, bool secure);
-  History history();
+  std::vector<Releases> releases();
   /// All whose name begins with @p prefix, without it.
   StateEntries under(const std::string& prefix);
   /// @throws UserError, naming the setting, unless the entry is @p expected, bit for bit.
@@ -55,6 +56,7 @@ class StateReader {
 
  private:
   at::Tensor take(const std::string& name);
+  std::int64_t rows_of(const std::string& name) const;
 
   std::map<std::string, at::Tensor> entries_;
 };
