@@ -21,7 +21,7 @@ enum class Keep : std::uint8_t {
 struct GraphOptions {
   Keep keep = Keep::cheapest;
   /// Formed gradients may take this many times the bytes of the factors that they replace.
-  double formed_bytes = 1.2;
+  double formed_bytes = 2.0;
   /// Compares counted operations instead of measured milliseconds: two runs then choose alike, and
   /// are equal bit for bit.
   bool reproducible = false;
