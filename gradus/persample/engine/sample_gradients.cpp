@@ -93,6 +93,17 @@ class SampleGradients::State {
     if (!formed_.at(index).defined()) return graph_.norms(index);
     return FormedTerm(gradients(index, false)).squared_norms().to(at::kDouble).sqrt();
   }
+  at::Tensor norms() const {
+    if (std::ranges::none_of(formed_, [](const at::Tensor& each) { return each.defined(); })) {
+      const bool unused = graph_.examples() == 0 && examples_ > 0;  // all frozen
+      return unused ? at::zeros({examples_}, at::kDouble) : graph_.norms();
+    }
+    at::Tensor total = at::zeros({examples()}, at::kDouble);
+    for (std::size_t i = 0; i < parameters().size(); ++i) {
+      if (wanted(i)) total += norms(i).square();
+    }
+    return total.sqrt();
+  }
   at::Tensor weighted_sum(std::size_t index, const at::Tensor& weights) const {
     if (!formed_.at(index).defined()) return graph_.weighted_sum(index, weights);
     return FormedTerm(gradients(index, false)).weighted_sum(weights);
@@ -524,11 +535,7 @@ at::Tensor SampleGradients::norms(std::size_t index) const {
 }
 at::Tensor SampleGradients::norms() const {
   const at::NoGradGuard no_grad;
-  at::Tensor total = at::zeros({examples()}, at::kDouble);
-  for (std::size_t i = 0; i < parameters().size(); ++i) {
-    if (state_->wanted(i)) total += state_->norms(i).square();
-  }
-  return total.sqrt();
+  return state_->norms();
 }
 at::Tensor SampleGradients::weighted_sum(std::size_t index, const at::Tensor& weights) const {
   const at::NoGradGuard no_grad;

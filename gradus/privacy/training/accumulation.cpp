@@ -90,7 +90,7 @@ at::Tensor DPOptimizer::State::contribute(const LossFunction& loss, const Batch&
     const std::vector<at::Tensor> norms = group_norms();
     const std::vector<std::int64_t> doubtful = doubtful_rows(norms);
     if (!all_norms.defined()) {
-      all_norms = table_.norms().cpu().clone();
+      all_norms = (norms.size() == 1 ? norms[0] : table_.norms()).cpu().clone();
       contribution.norms.push_back(all_norms);
     }
     if (doubtful.empty()) {
@@ -156,7 +156,7 @@ void DPOptimizer::State::accumulate(const at::Tensor& losses) {
   table_.backward(losses);
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> norms = group_norms();
-  at::Tensor all_norms = table_.norms();
+  at::Tensor all_norms = norms.size() == 1 ? norms[0] : table_.norms();
   const std::vector<std::int64_t> doubtful = doubtful_rows(norms);
   if (!doubtful.empty()) {
     const at::Tensor rows = index_of(doubtful, all_norms);
