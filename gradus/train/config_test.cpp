@@ -21,11 +21,14 @@ using tests::message_of;
 class ConfigTest : public testing::Test {
  protected:
   std::string write(const std::string& text) {
-    const auto path = std::filesystem::temp_directory_path() /
-                      ("gradus_config_test_" + std::to_string(::getpid()) + ".toml");
-    std::ofstream(path) << text;
-    return path.string();
+    std::ofstream(path_) << text;
+    return path_.string();
   }
+  void TearDown() override { std::filesystem::remove(path_); }
+
+ private:
+  std::filesystem::path path_ = std::filesystem::temp_directory_path() /
+                                ("gradus_config_test_" + std::to_string(::getpid()) + ".toml");
 };
 
 const ConfigKey& key(const std::string& path) {
