@@ -6,7 +6,6 @@
 #include <filesystem>
 #include <fstream>
 #include <random>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,12 +20,12 @@
 #include <gradus/state/atomic_file.h>
 #include <gradus/state/safetensors.h>
 #include <gradus/train/classification_task.h>
+#include <gradus/train/internal/run_testing.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/private_options.h>
 #include <gradus/train/training_state.h>
 
 #include <tests/support/message_of.h>
-#include <tests/support/private_state.h>
 
 namespace gradus::train {
 namespace {
@@ -36,21 +35,15 @@ using testing::HasSubstr;
 using testing::Not;
 using tests::message_of;
 
-class ClassificationTest : public testing::Test {
+class ClassificationTest : public internal::RunTest {
  protected:
   static constexpr std::int64_t kTrain = 240, kTest = 60, kSide = 16;
 
   void SetUp() override {
-    at::set_num_threads(1);
-    directory = fs::temp_directory_path() /
-                ("gradus_classification_test_" + std::to_string(::getpid()) + "_" +
-                 testing::UnitTest::GetInstance()->current_test_info()->name());
-    fs::remove_all(directory);
-    fs::create_directories(directory);
+    RunTest::SetUp();
     write_images("train", kTrain, 1);
     write_images("t10k", kTest, 2);
   }
-  void TearDown() override { fs::remove_all(directory); }
 
   // Three classes of noise, each with a bright band of its own.
   void write_images(const std::string& part, std::int64_t count, unsigned seed) const {
@@ -104,42 +97,6 @@ class ClassificationTest : public testing::Test {
     config.privacy.secure = false;
     return config;
   }
-  TrainOutcome run(const TrainConfig& config, bool resume = false, int stop_after_asking = -1) {
-    std::ostringstream out;
-    int asked = 0;
-    TrainerEnvironment environment{.out = out, .terminal = {}, .should_stop = [&] {
-                                     return stop_after_asking >= 0 && ++asked > stop_after_asking;
-                                   }};
-    const TrainOutcome outcome = train(config, resume, environment);
-    printed = out.str();
-    return outcome;
-  }
-  static std::vector<report::StepMetrics> metrics(const TrainConfig& config) {
-    return report::read_metrics(fs::path(config.train.out) / "metrics.jsonl");
-  }
-  // What training computed, without times and memory.
-  static std::vector<std::pair<double, std::map<std::string, double>>> numbers(
-      const TrainConfig& config) {
-    std::vector<std::pair<double, std::map<std::string, double>>> result;
-    for (const auto& step : metrics(config)) {
-      auto extra = step.extra;
-      extra["grad_norm"] = step.grad_norm;
-      extra["examples"] = static_cast<double>(step.tokens);
-      extra["validation"] = step.validation_loss.value_or(-1.0);
-      result.emplace_back(step.loss, extra);
-    }
-    return result;
-  }
-  static std::string file_of(const TrainOutcome& outcome, const char* name) {
-    return state::read_file(fs::path(outcome.state_path) / name);
-  }
-  static std::string private_difference(const TrainOutcome& left, const TrainOutcome& right) {
-    return tests::private_difference(fs::path(left.state_path) / "privacy.safetensors",
-                                     fs::path(right.state_path) / "privacy.safetensors");
-  }
-
-  fs::path directory;
-  std::string printed;
 };
 
 TEST_F(ClassificationTest, APrivateRunReachesItsEpsilonAndNeverPassesIt) {

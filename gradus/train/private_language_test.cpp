@@ -1,9 +1,6 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
-#include <map>
-#include <random>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -18,6 +15,7 @@
 #include <gradus/report/metrics.h>
 #include <gradus/state/atomic_file.h>
 #include <gradus/train/explain.h>
+#include <gradus/train/internal/run_testing.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/private_options.h>
 #include <gradus/train/run_data.h>
@@ -26,7 +24,6 @@
 #include <gradus/train/training_state.h>
 
 #include <tests/support/message_of.h>
-#include <tests/support/private_state.h>
 
 namespace gradus::train {
 namespace {
@@ -36,43 +33,19 @@ using testing::HasSubstr;
 using testing::Not;
 using tests::message_of;
 
-class PrivateLanguageTest : public testing::Test {
+class PrivateLanguageTest : public internal::RunTest {
  protected:
   void SetUp() override {
-    at::set_num_threads(1);
-    directory = fs::temp_directory_path() /
-                ("gradus_private_language_test_" + std::to_string(::getpid()) + "_" +
-                 testing::UnitTest::GetInstance()->current_test_info()->name());
-    fs::remove_all(directory);
-    fs::create_directories(directory);
-    std::mt19937 random(1);
-    std::ofstream text(directory / "corpus.txt");
-    const char* words[] = {"in", "the", "beginning", "was", "word", "and", "light", "earth"};
-    for (int i = 0; i < 1500; ++i) text << words[random() % 8] << (i % 9 == 8 ? ".\n" : " ");
+    RunTest::SetUp();
+    write_corpus(1500);
   }
-  void TearDown() override { fs::remove_all(directory); }
 
   TrainConfig tiny(const std::string& out) const {
-    TrainConfig config;
-    config.model = {
-        .layers = 2, .heads = 2, .width = 16, .context = 16, .dropout = 0.1, .bias = true};
-    config.data = {.corpus = "file:" + (directory / "corpus.txt").string(),
-                   .tokenizer = "bytes",
-                   .vocabulary = 256,
-                   .cache = (directory / "cache").string(),
-                   .validation_ratio = 0.1};
-    config.train = {.steps = 8,
-                    .batch = 16,
-                    .seed = 3,
-                    .threads = 1,
-                    .device = "cpu",
-                    .eval_every = 4,
-                    .eval_sequences = 4,
-                    .save_every = 0,
-                    .keep = 2,
-                    .out = (directory / out).string()};
-    config.optimizer.warmup = 2;
-    config.sample.tokens = 0;
+    TrainConfig config = on_corpus(out);
+    config.model.layers = 2;
+    config.model.width = 16;
+    config.model.context = 16;
+    config.train.batch = 16;
     config.privacy.enabled = true;
     config.privacy.epsilon = 5.0;
     config.privacy.delta = 1e-4;
@@ -81,46 +54,10 @@ class PrivateLanguageTest : public testing::Test {
     config.privacy.micro_batch = 6;
     return config;
   }
-  TrainOutcome run(const TrainConfig& config, bool resume = false, int stop_after_asking = -1) {
-    std::ostringstream out;
-    int asked = 0;
-    TrainerEnvironment environment{.out = out, .terminal = {}, .should_stop = [&] {
-                                     return stop_after_asking >= 0 && ++asked > stop_after_asking;
-                                   }};
-    const TrainOutcome outcome = train(config, resume, environment);
-    printed = out.str();
-    return outcome;
-  }
-  static std::vector<report::StepMetrics> metrics(const TrainConfig& config) {
-    return report::read_metrics(fs::path(config.train.out) / "metrics.jsonl");
-  }
-  // What training computed, without times and memory.
-  static std::vector<std::pair<double, std::map<std::string, double>>> numbers(
-      const TrainConfig& config) {
-    std::vector<std::pair<double, std::map<std::string, double>>> result;
-    for (const auto& step : metrics(config)) {
-      auto extra = step.extra;
-      extra["grad_norm"] = step.grad_norm;
-      extra["tokens"] = static_cast<double>(step.tokens);
-      extra["validation"] = step.validation_loss.value_or(-1.0);
-      result.emplace_back(step.loss, extra);
-    }
-    return result;
-  }
-  static std::string file_of(const TrainOutcome& outcome, const char* name) {
-    return state::read_file(fs::path(outcome.state_path) / name);
-  }
-  static std::string private_difference(const TrainOutcome& left, const TrainOutcome& right) {
-    return tests::private_difference(fs::path(left.state_path) / "privacy.safetensors",
-                                     fs::path(right.state_path) / "privacy.safetensors");
-  }
   static TextWindows windows_of(const TrainConfig& config) {
     const RunData data = make_data(config);
     return {data.prepared.tokens, data.training_ranges, config.model.context};
   }
-
-  fs::path directory;
-  std::string printed;
 };
 
 TEST_F(PrivateLanguageTest, NoTokenIsInTwoExamplesAndNoneOfValidationInAny) {

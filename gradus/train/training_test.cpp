@@ -3,7 +3,6 @@
 #include <filesystem>
 #include <fstream>
 #include <optional>
-#include <random>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -24,6 +23,7 @@
 #include <gradus/state/content_hash.h>
 #include <gradus/train/explain.h>
 #include <gradus/train/generate.h>
+#include <gradus/train/internal/run_testing.h>
 #include <gradus/train/language_model.h>
 #include <gradus/train/memory_attribution.h>
 #include <gradus/train/optimizers.h>
@@ -38,67 +38,19 @@ namespace {
 namespace fs = std::filesystem;
 using base::MemoryCategory;
 
-class TrainingTest : public testing::Test {
+class TrainingTest : public internal::RunTest {
  protected:
   void SetUp() override {
-    at::set_num_threads(1);
-    directory =
-        fs::temp_directory_path() / ("gradus_training_test_" + std::to_string(::getpid()) + "_" +
-                                     testing::UnitTest::GetInstance()->current_test_info()->name());
-    fs::remove_all(directory);
-    fs::create_directories(directory);
-    std::mt19937 random(1);
-    std::ofstream text(directory / "corpus.txt");
-    const char* words[] = {"in", "the", "beginning", "was", "word", "and", "light", "earth"};
-    for (int i = 0; i < 4000; ++i) text << words[random() % 8] << (i % 9 == 8 ? ".\n" : " ");
+    RunTest::SetUp();
+    write_corpus(4000);
   }
-  void TearDown() override { fs::remove_all(directory); }
 
-  TrainConfig tiny(const std::string& out) const {
-    TrainConfig config;
-    config.model = {
-        .layers = 3, .heads = 2, .width = 32, .context = 32, .dropout = 0.1, .bias = true};
-    config.data = {.corpus = "file:" + (directory / "corpus.txt").string(),
-                   .tokenizer = "bytes",
-                   .vocabulary = 256,
-                   .cache = (directory / "cache").string(),
-                   .validation_ratio = 0.1};
-    config.train = {.steps = 8,
-                    .batch = 8,
-                    .seed = 3,
-                    .threads = 1,
-                    .device = "cpu",
-                    .eval_every = 4,
-                    .eval_sequences = 4,
-                    .save_every = 0,
-                    .keep = 2,
-                    .out = (directory / out).string()};
-    config.optimizer.warmup = 2;
-    config.sample.tokens = 0;
-    return config;
-  }
-  TrainOutcome run(const TrainConfig& config, bool resume = false,
-                   int stop_after_micro_batches = -1) {
-    std::ostringstream out;
-    int asked = 0;
-    TrainerEnvironment environment{
-        .out = out,
-        .terminal = {},
-        .should_stop =
-            [&] { return stop_after_micro_batches >= 0 && ++asked > stop_after_micro_batches; },
-        .date = "today"};
-    return train(config, resume, environment);
-  }
-  std::vector<report::StepMetrics> metrics(const TrainConfig& config) const {
-    return report::read_metrics(fs::path(config.train.out) / "metrics.jsonl");
-  }
+  TrainConfig tiny(const std::string& out) const { return on_corpus(out); }
   static std::vector<double> losses(const std::vector<report::StepMetrics>& metrics) {
     std::vector<double> result;
     for (const auto& step : metrics) result.push_back(step.loss);
     return result;
   }
-
-  fs::path directory;
 };
 
 TEST_F(TrainingTest, LearnsAndWritesWhatItPromises) {

@@ -14,6 +14,7 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/persample/engine/internal/loss_testing.h>
 #include <gradus/persample/engine/sample_gradients.h>
 #include <gradus/persample/vmap/loop.h>
 
@@ -21,12 +22,11 @@ namespace gradus::persample {
 namespace {
 
 using at::Tensor;
+using internal::by_example;
 namespace nn = torch::nn;
 
 constexpr const char* kBegin = "<!-- layer table: begin -->\n";
 constexpr const char* kEnd = "<!-- layer table: end -->";
-
-Tensor by_example(const Tensor& values) { return values.flatten(1).sum(1); }
 
 struct Kind {
   std::string name{};

@@ -11,6 +11,7 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/persample/engine/internal/loss_testing.h>
 #include <gradus/persample/engine/sample_gradients.h>
 #include <gradus/persample/graph/rule.h>
 #include <gradus/persample/graph/term.h>
@@ -22,11 +23,10 @@ namespace gradus::persample {
 namespace {
 
 using at::Tensor;
+using internal::by_example;
+using internal::doubles;
+using internal::leaf;
 using testing::HasSubstr;
-
-Tensor doubles(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
-Tensor leaf(at::IntArrayRef sizes) { return (doubles(sizes) * 0.5).requires_grad_(); }
-Tensor by_example(const Tensor& values) { return values.flatten(1).sum(1); }
 
 class LossFunctionTest : public testing::Test {
  protected:

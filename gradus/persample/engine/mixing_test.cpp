@@ -12,6 +12,7 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/persample/engine/internal/loss_testing.h>
 #include <gradus/persample/engine/sample_gradients.h>
 #include <gradus/persample/vmap/loop.h>
 
@@ -19,12 +20,12 @@ namespace gradus::persample {
 namespace {
 
 using at::Tensor;
+using internal::by_example;
+using internal::doubles;
+using internal::leaf;
 using testing::HasSubstr;
 
-Tensor doubles(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
-Tensor leaf(at::IntArrayRef sizes) { return (doubles(sizes) * 0.5).requires_grad_(); }
 Tensor zero_leaf(at::IntArrayRef sizes) { return at::zeros(sizes, at::kDouble).requires_grad_(); }
-Tensor by_example(const Tensor& values) { return values.flatten(1).sum(1); }
 
 std::vector<NamedParameter> named(const std::vector<Tensor>& tensors) {
   std::vector<NamedParameter> parameters;

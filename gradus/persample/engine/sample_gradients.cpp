@@ -147,7 +147,7 @@ class SampleGradients::State {
   // The program of some losses.
   struct Program {
     std::uint64_t key = 0;
-    std::uint64_t family = 0;
+    std::uint64_t family = 0;     // of one that is not known yet
     std::vector<bool> reached{};  // by parameter
   };
 
@@ -171,7 +171,7 @@ class SampleGradients::State {
   std::vector<bool> reached_by(const Graph& graph) const;
   Program program_of(const at::Tensor& losses) const;
   at::Tensor losses_of(const LossFunction& loss, const Batch& batch);
-  void check_whole(bool needed) const;
+  void check_whole() const;
   internal::Verdict examined(Known& known, const LossFunction& loss, const Batch& batch,
                              const std::vector<bool>& reached);
   void look(Known& known, const LossFunction& loss, const Batch& batch,
@@ -235,9 +235,9 @@ std::vector<bool> SampleGradients::State::reached_by(const Graph& graph) const {
 SampleGradients::State::Program SampleGradients::State::program_of(const at::Tensor& losses) const {
   const Graph graph = read_graph(losses, tensors());
   const std::uint64_t alone = losses.size(0) == 1 ? 1 : 0;  // nothing follows for several
-  return {.key = 2 * structure_of(graph) + alone,
-          .family = 2 * family_of(graph) + alone,
-          .reached = reached_by(graph)};
+  Program program{.key = 2 * structure_of(graph) + alone, .reached = reached_by(graph)};
+  if (!known_.contains(program.key)) program.family = 2 * family_of(graph) + alone;
+  return program;
 }
 
 // A loss may write to its batch (x.div_(255)). It then gets copies, so that each call sees the
@@ -271,9 +271,9 @@ at::Tensor SampleGradients::State::losses_of(const LossFunction& loss, const Bat
   return losses;
 }
 
-void SampleGradients::State::check_whole(bool needed) const {
+void SampleGradients::State::check_whole() const {
   GRADUS_CHECK(
-      "persample", !spoiled_ || !needed,
+      "persample", !spoiled_,
       "a loss function that writes to its batch in each call or in none is required; got "
       "one that did so now and not in its first call, so that the batch as it was is gone: "
       "clone what it writes to. The next call gets copies");
@@ -301,20 +301,20 @@ at::Tensor SampleGradients::State::backward(const LossFunction& loss, const Batc
   check_reached(program.reached);
   if (known_.size() >= kPrograms && !known_.contains(program.key)) known_.clear();
   Known& known = known_[program.key];
-  Family& family = families_[program.family];
-  const bool is_new = ++known.uses == 1;
-  const bool adopted = is_new && ++family.programs < family.next_examined && family.alike;
+  Family* const family = ++known.uses == 1 ? &families_[program.family] : nullptr;
+  const bool adopted =
+      family != nullptr && ++family->programs < family->next_examined && family->alike;
   if (adopted) {
-    known.verdict = family.verdict;
+    known.verdict = family->verdict;
     known.next_look = kFirstGlance;
   }
   bool looked = known.uses >= known.next_look;
   const auto look_now = [&] {
     looked = true;
-    check_whole(true);
+    check_whole();
     losses = at::Tensor();  // two graphs at once might not fit
     look(known, loss, batch, program.reached);
-    if (is_new) learn(family, known.verdict);
+    if (family != nullptr) learn(*family, known.verdict);
     before.restore();
     losses = losses_of(loss, batch);
   };
@@ -333,7 +333,7 @@ at::Tensor SampleGradients::State::backward(const LossFunction& loss, const Batc
     compute(known.verdict, std::move(losses), loss, batch);
   }
   if (!looked && first && speaks(known)) {
-    check_whole(true);
+    check_whole();
     const std::vector<Engine> used = known.verdict.engines;
     known.verdict = examined(known, loss, batch, program.reached);
     if (known.verdict.engines != used) {
@@ -484,7 +484,7 @@ void SampleGradients::State::add_formed(Engine engine, const internal::Verdict& 
     place.push_back(i);
   }
   if (of.empty()) return;
-  check_whole(true);
+  check_whole();
   const std::vector<at::Tensor> gradients =
       internal::gradients_by(engine, of, loss, batch, options_);
   const at::NoGradGuard no_grad;

@@ -11,6 +11,7 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/persample/engine/internal/loss_testing.h>
 #include <gradus/persample/graph/rule.h>
 #include <gradus/persample/vmap/loop.h>
 
@@ -18,6 +19,7 @@ namespace gradus::persample {
 namespace {
 
 using at::Tensor;
+using internal::by_example;
 namespace nn = torch::nn;
 using testing::Contains;
 using testing::HasSubstr;
@@ -27,8 +29,6 @@ double relative(const Tensor& got, const Tensor& want) {
   const double error = (got - want).norm().item<double>();
   return scale == 0 ? error : error / scale;
 }
-
-Tensor by_example(const Tensor& values) { return values.flatten(1).sum(1); }
 
 class SampleGradientsTest : public testing::Test {
  protected:

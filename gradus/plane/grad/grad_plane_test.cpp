@@ -9,6 +9,7 @@
 #include <torch/torch.h>
 
 #include <gradus/base/error.h>
+#include <gradus/plane/grad/internal/unpack_testing.h>
 #include <gradus/plane/saved/saved_plane.h>
 
 namespace gradus::plane::grad {
@@ -53,18 +54,9 @@ TEST_F(GradPlaneTest, WalksAGraphOfAHundredThousandNodes) {
 
 TEST_F(GradPlaneTest, WalkingUnpacksNothing) {
   int unpacked = 0;
-  struct Hooks final : saved::Hooks {
-    explicit Hooks(int& n) : n(n) {}
-    std::optional<saved::Packed> pack(const saved::Value& v) override {
-      return saved::Packed{{v.tensor}, [this](auto p) {
-                             ++n;
-                             return p[0];
-                           }};
-    }
-    int& n;
-  };
   auto w = torch::randn({3, 3}).requires_grad_();
-  const auto guard = saved::push(saved::Order::offload, std::make_shared<Hooks>(unpacked));
+  const auto guard =
+      saved::push(saved::Order::offload, std::make_shared<internal::UnpackCounter>(unpacked));
   auto loss = at::mm(w, w).tanh().sum();
   for (const auto& node : walk({loss})) {
     node.name();

@@ -163,10 +163,7 @@ at::Tensor Normalisation::normalised_input() const {
 }
 
 at::Tensor Normalisation::input() const {
-  if (auto* const layer = as<generated::NativeLayerNormBackward0>(node)) return read(layer->input_);
   if (auto* const found = as<generated::NativeGroupNormBackward0>(node)) return read(found->input_);
-  if (auto* const found = as<generated::NativeBatchNormBackward0>(node)) return read(found->input_);
-  if (auto* const rms = as<generated::FusedRmsNormBackward0>(node)) return read(rms->input_);
   return {};
 }
 

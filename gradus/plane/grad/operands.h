@@ -60,8 +60,9 @@ struct Normalisation {
 
   /// The input, normalised but not yet scaled, in its shape.
   at::Tensor normalised_input() const;
+  /// Of group: the input as it came, and the statistics that the forward call used, [N, groups];
+  /// undefined otherwise.
   at::Tensor input() const;
-  /// Of group: the statistics that the forward call used, [N, groups]; undefined otherwise.
   at::Tensor mean() const;
   at::Tensor inverse_deviation() const;
 };

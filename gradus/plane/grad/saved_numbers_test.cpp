@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <gradus/plane/grad/internal/unpack_testing.h>
 #include <gradus/plane/grad/operands.h>
 #include <gradus/plane/saved/saved_plane.h>
 
@@ -72,17 +73,8 @@ TEST(SavedNumbersTest, ACustomFunctionShowsItsDataAndUnpacksNothingThatIsElsewhe
   EXPECT_EQ(numbers_of(Shift::apply(leaf(), 1)).exact, numbers_of(Shift::apply(leaf(), 1)).exact);
   EXPECT_NE(numbers_of(Shift::apply(leaf(), 1)).exact, numbers_of(Shift::apply(leaf(), 2)).exact);
   int unpacked = 0;
-  struct Hooks final : saved::Hooks {
-    explicit Hooks(int& n) : n(n) {}
-    std::optional<saved::Packed> pack(const saved::Value& v) override {
-      return saved::Packed{{v.tensor}, [this](auto p) {
-                             ++n;
-                             return p[0];
-                           }};
-    }
-    int& n;
-  };
-  const saved::Guard guard = saved::push(saved::Order::offload, std::make_shared<Hooks>(unpacked));
+  const saved::Guard guard =
+      saved::push(saved::Order::offload, std::make_shared<internal::UnpackCounter>(unpacked));
   const at::Tensor h = leaf().relu().softmax(1);
   for (const at::Tensor& each : {h, h.mm(h.t()), Shift::apply(h, 1)}) {
     for (const NodeView& node : walk({each})) {

@@ -90,7 +90,7 @@ at::Tensor DPOptimizer::State::contribute(const LossFunction& loss, const Batch&
     const std::vector<at::Tensor> norms = group_norms();
     const std::vector<std::int64_t> doubtful = doubtful_rows(norms);
     if (!all_norms.defined()) {
-      all_norms = (norms.size() == 1 ? norms[0] : table_.norms()).cpu().clone();
+      all_norms = norms_of(norms).cpu().clone();
       contribution.norms.push_back(all_norms);
     }
     if (doubtful.empty()) {
@@ -156,7 +156,7 @@ void DPOptimizer::State::accumulate(const at::Tensor& losses) {
   table_.backward(losses);
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> norms = group_norms();
-  at::Tensor all_norms = norms.size() == 1 ? norms[0] : table_.norms();
+  at::Tensor all_norms = norms_of(norms);
   const std::vector<std::int64_t> doubtful = doubtful_rows(norms);
   if (!doubtful.empty()) {
     const at::Tensor rows = index_of(doubtful, all_norms);
@@ -188,6 +188,11 @@ std::vector<at::Tensor> DPOptimizer::State::group_norms() const {
     sum = sum.defined() ? sum.sqrt() : at::zeros({table_.examples()}, at::kDouble);
   }
   return squares;
+}
+
+// Over all parameters, from those of the groups where that is no work.
+at::Tensor DPOptimizer::State::norms_of(const std::vector<at::Tensor>& groups) const {
+  return groups.size() == 1 ? groups[0] : table_.norms();
 }
 
 // Of some examples of the table, from the gradients themselves.

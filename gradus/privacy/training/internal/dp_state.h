@@ -72,6 +72,7 @@ class DPOptimizer::State {
                            const std::vector<std::int64_t>& places, const at::Tensor& all_norms,
                            LogicalBatch& contribution);
   std::vector<at::Tensor> group_norms() const;
+  at::Tensor norms_of(const std::vector<at::Tensor>& groups) const;
   std::vector<at::Tensor> exact_group_norms(const at::Tensor& rows);
   std::vector<std::int64_t> doubtful_rows(const std::vector<at::Tensor>& norms) const;
   std::vector<at::Tensor> sums(const ClipWeights& weights);
